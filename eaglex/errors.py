@@ -1,0 +1,25 @@
+"""The exceptions that eaglex raises. Each message names the field, the expected and the actual value."""
+
+
+class EaglexError(Exception):
+    """Base of every error raised by eaglex, in Python and in C++."""
+
+
+class ConfigError(EaglexError, ValueError):
+    """A configuration that cannot work: a field out of range or two that contradict each other."""
+
+
+class ShapeError(EaglexError, ValueError):
+    """A tensor whose shape, stride, dtype or device is not what its field requires."""
+
+
+class CheckpointError(EaglexError, ValueError):
+    """A checkpoint that is not exactly one of the dialects that eaglex reads."""
+
+
+class DeviceError(EaglexError, RuntimeError):
+    """The device or its runtime failed, or the build lacks it."""
+
+
+class BridgeError(EaglexError, RuntimeError):
+    """A peer is late, gone or configured differently."""

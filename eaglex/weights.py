@@ -1,0 +1,116 @@
+"""The tensors of an EAGLE-3 draft model under their one canonical name, checked against a DraftConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from eaglex.config import AuxNorm, EmbeddingNorm
+from eaglex.errors import ShapeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from eaglex.config import DraftConfig
+
+    Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(kw_only=True)
+class LayerWeights:
+    """One decoder layer. The first layer reads 2H (embedding, hidden state), later ones H; [out, in] as in nn.Linear."""
+
+    input_layernorm: Tensor | None  # [H]; in the first layer the norm of the embedding, None where it is not normed
+    hidden_norm: Tensor | None  # [H]; first layer only
+    q_proj: Tensor  # [num_heads·head_dim, 2H or H]
+    k_proj: Tensor  # [num_kv_heads·head_dim, 2H or H]
+    v_proj: Tensor  # [num_kv_heads·head_dim, 2H or H]
+    o_proj: Tensor  # [H, num_heads·head_dim]
+    post_attention_layernorm: Tensor  # [H]
+    gate_proj: Tensor  # [I, H]
+    up_proj: Tensor  # [I, H]
+    down_proj: Tensor  # [H, I]
+
+
+@dataclasses.dataclass(kw_only=True)
+class DraftWeights:
+    """All tensors of the draft. `d2t` holds differences: target id = draft id + d2t[draft id]; None is the identity."""
+
+    embed_tokens: Tensor  # [vocab, H]
+    fc: Tensor  # [H, num_aux·target_hidden]
+    aux_norms: list[Tensor]  # [] | [[num_aux·Ht]] | num_aux × [Ht], by DraftConfig.aux_norm
+    layers: list[LayerWeights]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [draft_vocab, H]
+    d2t: Tensor | None = None  # [draft_vocab] int64
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is there, with its canonical name, d2t last."""
+        yield "embed_tokens", self.embed_tokens
+        yield "fc", self.fc
+        for i, gamma in enumerate(self.aux_norms):
+            yield f"aux_norms.{i}", gamma
+        for i, layer in enumerate(self.layers):
+            for field in dataclasses.fields(layer):
+                tensor = getattr(layer, field.name)
+                if tensor is not None:
+                    yield f"layers.{i}.{field.name}", tensor
+        yield "norm", self.norm
+        yield "lm_head", self.lm_head
+        if self.d2t is not None:
+            yield "d2t", self.d2t
+
+    def check(self, config: DraftConfig) -> None:
+        """Raise ShapeError, naming the tensor, unless these are exactly the tensors that `config` describes."""
+        expected = expected_shapes(config)
+        if self.d2t is None:
+            if config.draft_vocab_size != config.vocab_size:
+                raise ShapeError(f"d2t: expected [{config.draft_vocab_size}] int64 since draft_vocab_size="
+                                 f"{config.draft_vocab_size} != vocab_size={config.vocab_size}, got none")
+            del expected["d2t"]
+        actual = dict(self.named())
+        for name in sorted(expected.keys() ^ actual.keys()):
+            here = "missing" if name in expected else "present"
+            raise ShapeError(f"{name}: expected to be {'present' if name in expected else 'absent'} for this config, got {here}")
+        dtype = self.fc.dtype
+        for name, tensor in actual.items():
+            if tuple(tensor.shape) != expected[name]:
+                raise ShapeError(f"{name}: expected shape {list(expected[name])}, got {list(tensor.shape)}")
+            if name != "d2t" and tensor.dtype != dtype:
+                raise ShapeError(f"{name}: expected dtype {dtype} like fc, got {tensor.dtype}")
+        if self.d2t is not None:
+            self._check_d2t(config.vocab_size)
+
+    def _check_d2t(self, vocab_size: int) -> None:
+        assert self.d2t is not None
+        if str(self.d2t.dtype) != "torch.int64":
+            raise ShapeError(f"d2t: expected dtype torch.int64, got {self.d2t.dtype}")
+        target = self.d2t + self.d2t.new_ones(self.d2t.shape[0]).cumsum(0) - 1
+        bad = ((target < 0) | (target >= vocab_size)).nonzero()
+        if len(bad):
+            first = int(bad[0])
+            raise ShapeError(f"d2t[{first}]: expected a target id in 0..{vocab_size - 1}, got {int(target[first])}")
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name → shape of every tensor of a draft with this config, d2t included."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (config.vocab_size, hidden), "fc": (hidden, config.aux_width)}
+    if config.aux_norm is AuxNorm.WHOLE:
+        shapes["aux_norms.0"] = (config.aux_width,)
+    elif config.aux_norm is AuxNorm.EACH:
+        shapes |= {f"aux_norms.{i}": (config.target_hidden_size,) for i in range(config.num_aux)}
+    for i in range(config.num_layers):
+        width = 2 * hidden if i == 0 else hidden
+        layer: dict[str, tuple[int, ...]] = {
+            "q_proj": (config.q_size, width), "k_proj": (config.kv_size, width), "v_proj": (config.kv_size, width),
+            "o_proj": (hidden, config.q_size), "post_attention_layernorm": (hidden,),
+            "gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter),
+        }
+        if i == 0:
+            layer["hidden_norm"] = (hidden,)
+        if i > 0 or config.embedding_norm is EmbeddingNorm.NORMED:
+            layer["input_layernorm"] = (hidden,)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"norm": (hidden,), "lm_head": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
