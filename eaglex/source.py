@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 _INDEX_BYTES = 64 * 2**20  # a target with thousands of experts names a hundred thousand tensors
+_HUB_SECONDS = 20.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _ITEMSIZE = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -143,7 +144,8 @@ class Hub(Source):
             if constants.HF_HUB_OFFLINE:
                 folder = Path(snapshot_download(self.repo, revision=self.revision, local_files_only=True))
                 return [p.name for p in folder.iterdir() if p.is_file()]
-            return HfApi().list_repo_files(self.repo, revision=self.revision)
+            siblings = HfApi().model_info(self.repo, revision=self.revision, timeout=_HUB_SECONDS).siblings
+            return [s.rfilename for s in siblings or []]
         except Exception as error:  # noqa: BLE001 - transport, HTTP, cache and credential errors share no base class
             raise self._failed("a folder or a reachable Hub id", error) from error
 
