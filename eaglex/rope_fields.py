@@ -23,16 +23,20 @@ def read(layer: Fields, head_dim: int) -> tuple[RopeConfig, int, list[str]]:
     scaling, parameters = layer.child("rope_scaling"), layer.child("rope_parameters")
     for fields in filter(None, (scaling, parameters)):
         _check_keys(fields)
-    if scaling is not None and parameters is not None and (a := _kind(scaling)) != (b := _kind(parameters)):
-        parameters.fail("rope_type", f"{shown(a)} as in rope_scaling", b)
+    if scaling is not None and parameters is not None:
+        for key in sorted(_KNOWN & scaling.data.keys() & parameters.data.keys() - {"type"}):
+            if scaling.data[key] is not None and parameters.data[key] not in (None, scaling.data[key]):
+                parameters.fail(key, f"{shown(scaling.data[key])} as in {scaling.where(key)}")
     spots = [f for f in (layer, parameters, scaling) if f is not None]
     theta = agree([(f, "rope_theta") for f in spots], lambda f, n: f.number(n, 1.0))
     if theta is None:
         theta = _DEFAULT_THETA
         notes.append(f"rope_theta is absent: {theta:g} is taken by default")
     rotary_dim = _rotary_dim(layer, spots, head_dim)
-    source = parameters if parameters is not None and (scaling is None or _kind(parameters) != "default") else scaling
-    kind = "default" if source is None else _kind(source)
+    kinds = {f: kind for f in (parameters, scaling) if f is not None and (kind := _kind(f)) is not None}
+    if len(set(kinds.values())) > 1 and parameters is not None and scaling is not None:
+        parameters.fail("rope_type", f"{shown(kinds[scaling])} as in {scaling.where('rope_type')}", kinds[parameters])
+    source, kind = next(iter(kinds.items()), (None, "default"))
     if any(_MROPE_KEYS & f.data.keys() or "mrope" in (f.data.get("type"), f.data.get("rope_type")) for f in spots if f is not layer):
         notes.append("mrope: the draft runs plain RoPE, which is equal for text only; requests with images must not be drafted for")
     if kind == "default" or source is None:
@@ -87,7 +91,7 @@ def _positive(source: Fields, name: str, default: float) -> float:
     return source.number(name) or default  # 0 means the default, as in Hugging Face's reading
 
 
-def _kind(fields: Fields) -> str:
+def _kind(fields: Fields) -> str | None:
     new, old = fields.text("rope_type"), fields.text("type")
     if "mrope" in (new, old):
         plain = {k for k in (new, old) if k not in (None, "mrope")}
@@ -96,7 +100,7 @@ def _kind(fields: Fields) -> str:
         return "default"
     if new is not None and old is not None and new != old:
         fields.fail("rope_type", f"{shown(old)} as in {fields.where('type')}", new)
-    return new or old or "default"
+    return new or old
 
 
 def _check_keys(fields: Fields) -> None:
