@@ -1,0 +1,50 @@
+// What a device must be able to do: one function per step of the loop, the names of docs/design.md. A backend does not know why
+// it is called; the order is csrc/draft/loop.cpp's.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+
+#include "core/params.h"
+#include "core/weights.h"
+
+namespace eaglex {
+
+class Backend {
+ public:
+  Backend() = default;
+  Backend(const Backend&) = delete;
+  Backend& operator=(const Backend&) = delete;
+  virtual ~Backend() = default;
+
+  [[nodiscard]] virtual const char* name() const noexcept = 0;
+  [[nodiscard]] virtual Device device() const noexcept = 0;
+  // Type of hidden states, q, attention output and SwiGLU output between the steps.
+  [[nodiscard]] virtual DType activation_type() const noexcept = 0;
+
+  // Memory for the workspace, zeroed; called while planning only, freed with the backend.
+  [[nodiscard]] virtual void* allocate(std::size_t bytes) = 0;
+  // Brings matrices that are read together into the backend's own order.
+  [[nodiscard]] virtual Linear prepare(std::span<const TensorView> parts) = 0;
+  // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v live during this call only.
+  virtual void bind(const EngineContext& context) = 0;
+
+  // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
+  virtual void begin(const DraftBatch& batch, Stream stream) = 0;
+  // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it captured.
+  virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;
+
+  virtual void admit() = 0;  // lane status, new length: which requests are drafted for
+  virtual void fuse(const FuseParams& params) = 0;
+  virtual void qkv(const QkvParams& params) = 0;
+  virtual void attention(const AttentionParams& params) = 0;
+  virtual void o_proj(const ProjectionParams& params) = 0;
+  virtual void gate_up(const GateUpParams& params) = 0;
+  virtual void down(const ProjectionParams& params) = 0;
+  virtual void head(const HeadParams& params) = 0;
+  virtual void select(const SelectParams& params) = 0;
+  virtual void tree(const VerifyBatch& batch, Stream stream) = 0;
+};
+
+}  // namespace eaglex
