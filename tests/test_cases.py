@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from eaglex import reference
 from eaglex.checkpoint import Checkpoint, examine, load
-from eaglex.config import NextHidden, Residual, SpeculationConfig
+from eaglex.config import EngineLimits, NextHidden, Residual, SpeculationConfig
+from eaglex.engine import DraftBatch, DraftEngine
 from eaglex.errors import EaglexError
 
 FOLDER = Path(os.environ.get("EAGLEX_CASES") or Path(__file__).parent / "cases")
@@ -55,7 +56,24 @@ def run_reference(checkpoint, probe, steps):
     return drafted.tokens.tolist(), logits
 
 
-RUNNERS = {"reference": run_reference}
+def run_engine(checkpoint, probe, steps):
+    """The same through the C++ engine on the CPU; positions before the probe's first have no KV slot."""
+    config, weights, rows, start = checkpoint.config, checkpoint.weights, len(probe["ids"]), int(probe["positions"][0])
+    limits = EngineLimits(max_batch=1, max_rows=rows, num_slots=2)
+    req_to_token = torch.full((2, start + rows), -1, dtype=torch.int32)
+    req_to_token[1, start:] = torch.arange(rows)
+    pool = [[torch.zeros(rows, config.num_kv_heads, config.head_dim) for _ in range(config.num_layers)] for _ in "kv"]
+    engine = DraftEngine(config, SpeculationConfig(num_steps=steps), limits=limits, weights=weights, req_to_token=req_to_token,
+                         draft_k=pool[0], draft_v=pool[1])
+    engine.run(DraftBatch(
+        aux_hidden_states=probe["aux"], input_ids=probe["ids"], row_start=torch.tensor([0, rows], dtype=torch.int32),
+        num_valid=torch.tensor([rows], dtype=torch.int32), draft_from=torch.tensor([True]),
+        req_pool_indices=torch.tensor([1], dtype=torch.int32), seq_lens=torch.tensor([start], dtype=torch.int32)))
+    assert int(engine.results.drafted_for[1]) == start + rows
+    return engine.results.draft_tokens[1, : int(engine.results.num_nodes[1])].tolist(), None
+
+
+RUNNERS = {"reference": run_reference, "engine": run_engine}
 
 
 def loaded(case, dtype=None) -> Checkpoint:
@@ -99,8 +117,10 @@ def test_facts(case):
     assert len(known) >= 8
     assert known == {name: case["facts"][name] for name in known}
     assert checkpoint.config.rope.theta == case["facts"]["rope"]["theta"]
-    assert checkpoint.config.max_positions == EXPECTED["target_context"]
-    assert checkpoint.weights.fc.dtype is torch.bfloat16
+    target = json.loads((FOLDER / case["target"] / "config.json").read_text())
+    assert checkpoint.config.max_positions == target["max_position_embeddings"]
+    draft = json.loads((FOLDER / case["id"] / "config.json").read_text())
+    assert checkpoint.weights.fc.dtype is getattr(torch, draft.get("torch_dtype") or draft["dtype"])
 
 
 @pytest.mark.parametrize("case", LOADED, ids=ids(LOADED))
