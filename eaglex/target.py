@@ -1,4 +1,4 @@
-"""What a draft needs of its target, read from the target's files: sizes, context, and the embedding and head where they are shared."""
+"""What a draft needs of its target's files: sizes, context, and the embedding and head where they are shared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Target:
         return self._find(_EMBED, "embed_tokens.weight")
 
     def lm_head(self) -> TensorInfo:
-        """The header entry of the head [vocab, hidden]; the embedding where the target ties them and has no head of its own."""
+        """The header entry of the head [vocab, hidden]; the embedding where the target ties them."""
         found = self.source.tensor(_HEAD)
         if found is not None:
             return found
@@ -43,7 +43,9 @@ class Target:
     def _find(self, names: tuple[str, ...], what: str) -> TensorInfo:
         found = self.source.tensor(names)
         if found is None:
-            raise CheckpointError(f"{self.source.label}: expected {what} of the target under one of {', '.join(names)}, got none")
+            raise CheckpointError(
+                f"{self.source.label}: expected {what} of the target under one of {', '.join(names)}, got none"
+            )
         return found
 
 
@@ -54,12 +56,22 @@ def read_target(path_or_hub_id: str | Path, revision: str | None = None) -> Targ
         raise CheckpointError(f"{source.label}: expected {CONFIG} of the target, got none")
     config = read_json(source.path(CONFIG))
     text = next((child for name in _NESTED if (child := config.child(name)) is not None), config)
-    tied = text.flag("tie_word_embeddings") if text.flag("tie_word_embeddings") is not None else config.flag("tie_word_embeddings")
-    quantization = (config.child("quantization_config") or text.child("quantization_config"))
+    tied = (
+        text.flag("tie_word_embeddings")
+        if text.flag("tie_word_embeddings") is not None
+        else config.flag("tie_word_embeddings")
+    )
+    quantization = config.child("quantization_config") or text.child("quantization_config")
     return Target(
-        source=source, file=config.file, hidden_size=_required(text, "hidden_size"), num_layers=_required(text, "num_hidden_layers"),
-        vocab_size=_required(text, "vocab_size"), max_positions=_required(text, "max_position_embeddings"), tied=bool(tied),
-        quantization=None if quantization is None else quantization.text("quant_method") or "quantised")
+        source=source,
+        file=config.file,
+        hidden_size=_required(text, "hidden_size"),
+        num_layers=_required(text, "num_hidden_layers"),
+        vocab_size=_required(text, "vocab_size"),
+        max_positions=_required(text, "max_position_embeddings"),
+        tied=bool(tied),
+        quantization=None if quantization is None else quantization.text("quant_method") or "quantised",
+    )
 
 
 def _required(fields: Fields, name: str) -> int:

@@ -25,13 +25,27 @@ def test_specforge(toy, target):
     assert loaded.weights.fc.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(("prefix", "eagle", "architecture", "dialect"), [
-    ("layers.0.", None, "LlamaForCausalLMEagle3", Dialect.SGLANG),
-    ("layers.0.", {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_aux_hidden_state": True,
-                   "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
-                   "eagle_aux_hidden_state_layer_ids": []}, "LlamaForCausalLMEagle3", Dialect.MODELOPT),
-    ("layers.0.", None, "LlamaForCausalLM", Dialect.SGLANG),
-])
+@pytest.mark.parametrize(
+    ("prefix", "eagle", "architecture", "dialect"),
+    [
+        ("layers.0.", None, "LlamaForCausalLMEagle3", Dialect.SGLANG),
+        (
+            "layers.0.",
+            {
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_aux_hidden_state": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "eagle_aux_hidden_state_layer_ids": [],
+            },
+            "LlamaForCausalLMEagle3",
+            Dialect.MODELOPT,
+        ),
+        ("layers.0.", None, "LlamaForCausalLM", Dialect.SGLANG),
+    ],
+)
 def test_layers(make_toy, target, prefix, eagle, architecture, dialect):
     origin = load(make_toy("origin").write(), target=target)
     toy = make_toy()
@@ -50,8 +64,15 @@ def test_automodel_with_what_it_copies_from_the_target(make_toy, target):
     toy = make_toy()
     toy.rename(r"^midlayer\.", "layers.0.")
     toy.rename(r"^(layers|fc|norm|embed_tokens)\.", r"model.\1.")
-    toy.config |= {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 12, "model_type": "qwen3", "sliding_window": 128,
-                   "layer_types": ["sliding_attention", "full_attention"], "target_hidden_size": 32, "tie_word_embeddings": True}
+    toy.config |= {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "num_hidden_layers": 12,
+        "model_type": "qwen3",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "target_hidden_size": 32,
+        "tie_word_embeddings": True,
+    }
     loaded = load(toy.write(), target=target)
     assert loaded.facts.dialect is Dialect.AUTOMODEL
     assert loaded.config == origin.config
@@ -74,8 +95,13 @@ def test_speculators(make_toy, target):
     assert "verifier_lm_head.weight" in loaded.report
 
 
-@pytest.mark.parametrize("names", [("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"),
-                                   ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"),
+        ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"),
+    ],
+)
 @pytest.mark.parametrize("flag", ["fc_norm", "use_aux_norm", None])
 def test_eagle_3_1(toy, target, names, flag):
     gammas = [toy.normal(32) for _ in names]
@@ -156,10 +182,15 @@ def test_wider_target(make_toy, make_target):
 def test_nested_text_config_of_a_multimodal_target(toy, make_target):
     target = make_target()
     text = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 5}}))
+    (target / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 5}})
+    )
     del toy.tensors["embed_tokens.weight"]
     embed = toy.normal(128, 32)
-    save_file({"language_model.model.embed_tokens.weight": embed, "vision.embed_tokens.weight": toy.normal(3, 3)}, target / "model.safetensors")
+    save_file(
+        {"language_model.model.embed_tokens.weight": embed, "vision.embed_tokens.weight": toy.normal(3, 3)},
+        target / "model.safetensors",
+    )
     loaded = load(toy.write(), target=target)
     assert torch.equal(loaded.weights.embed_tokens, embed)
 
@@ -198,6 +229,10 @@ def test_context_is_the_targets(toy, make_target):
 
 def test_overrides_load_a_wrong_config(toy, target):
     toy.config["head_dim"] = 80
-    loaded = load(toy.write(), target=target, overrides={"head_dim": 8, "eagle_config.eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
+    loaded = load(
+        toy.write(),
+        target=target,
+        overrides={"head_dim": 8, "eagle_config.eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    )
     assert loaded.config.head_dim == 8
     assert loaded.aux.output_ids == (1, 2, 3)
