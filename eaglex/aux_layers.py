@@ -43,8 +43,7 @@ CONVENTIONS = {
 class AuxLayers:
     """The auxiliary layers of one draft, in the order of fc's columns.
 
-    `ids` are the numbers as written, None for the default of a target that was not given; then `output_ids` is None
-    too.
+    `ids` are the numbers as written. Both lists are None for the default of a target that was not given.
     """
 
     ids: tuple[int, ...] | None
@@ -55,8 +54,7 @@ class AuxLayers:
 
     def __str__(self) -> str:
         if self.ids is None:
-            return f"aux layer ids: default [2, N/2, N-3] of a target with N layers ({self.convention.value}; no "
-            "target given)"
+            return f"aux layer ids: default [2, N/2, N-3] of N layers ({self.convention.value}; no target given)"
         outputs = "" if self.convention is AuxConvention.OUTPUT else f", so output ids {list(self.output_ids or ())}"
         return f"aux layer ids: {list(self.ids)} from {self.origin}, convention {self.convention.value}{outputs}"
 
@@ -155,8 +153,10 @@ def _default(num_aux: int, num_layers: int | None, file: str) -> AuxLayers:
     ids = _default_ids(num_layers)
     outputs = read_as.to_output(ids)
     _check(f"{file}: {KEYS[0]}: default for {num_layers} layers", ids, outputs, read_as, num_layers)
-    note = f"aux layer ids are absent from {file}: the default {ids} ({read_as.value}) is taken; if the accept "
-    "length is low, pass aux_layer_ids"
+    note = (
+        f"aux layer ids are absent from {file}: the default {ids} ({read_as.value}) is taken; if the accept length is "
+        "low, pass aux_layer_ids"
+    )
     return AuxLayers(
         ids=tuple(ids), convention=read_as, origin="default [2, N/2, N-3]", output_ids=outputs, notes=(note,)
     )

@@ -208,11 +208,6 @@ def load(
         lm_head=read["lm_head"],
         d2t=facts.d2t,
     )
-    if facts.d2t is None and facts.config.draft_vocab_size != facts.config.vocab_size:
-        raise CheckpointError(
-            f"{facts.label}: d2t: expected differences since draft_vocab_size={facts.config.draft_vocab_size} "
-            f"!= vocab_size={facts.config.vocab_size}, got the identity"
-        )
     try:
         weights.check(facts.config)
     except ShapeError as error:

@@ -194,7 +194,7 @@ def extension(probe: Probe) -> Finding:
     if "error" in found:
         return Finding("extension", Verdict.FAIL, f"eaglex._C cannot be imported: {found['error']}", fix)
     info = ", ".join(f"{k} {v}" for k, v in found["info"].items()) or "no build information"
-    if probe.get("gpus", {}).get("gpus") and found["info"].get("cuda") in (False, None, "", "none"):
+    if probe.get("gpus", {}).get("gpus") and found["info"].get("cuda", True) in (False, None, "", "none"):
         return Finding(
             "extension",
             Verdict.WARN,

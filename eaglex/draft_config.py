@@ -6,6 +6,7 @@ must agree.
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
 
 Known = dict[str, "TensorInfo"]
 _EPS = 1e-6  # LlamaConfig's default
+_MAX_NAMES = 200  # a config has some dozens of fields; more are not compared
+_SWITCHES = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "use_aux_norm",
+    "norm_output",
+    "use_aux_hidden_state",
+    "use_input_layernorm_in_first_layer",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    *aux_layers.KEYS,
+)
 _REQUIRED = (
     "fc",
     "norm",
@@ -45,13 +62,16 @@ def read(
     layer = dialects.layer_fields(config)
     eagle = config.child(aux_layers.NESTED)
     spots = [*_distinct(config, layer), *([] if eagle is None else [eagle])]
-    notes = _refuse_arithmetic(config, layer, eagle)
+    notes = _refuse_arithmetic(config, layer, eagle) + _misspelt(spots)
     where = str(next(iter(known.values())).file) if known else config.file
     if missing := [name for name in _REQUIRED if name not in known]:
         raise dialects.missing_error(missing, known, where)
     sizes = _Sizes(config, layer, known, target, notes)
     head_dim = sizes.head_dim()
     rope, rotary_dim, rope_notes = rope_fields.read(layer, head_dim)
+    num_layers = sizes.num_layers()
+    if eagle is not None and num_layers > 1 and eagle.flag("next_layer_regular") is False:
+        eagle.fail("next_layer_regular", f"true for a draft of {num_layers} layers")
     eps = layer.number("rms_norm_eps")
     if eps is None:
         notes.append(f"rms_norm_eps is absent: {_EPS:g} is taken by default")
@@ -66,7 +86,7 @@ def read(
             vocab_size=sizes.vocab(),
             draft_vocab_size=sizes.draft_vocab(),
             max_positions=max_positions or sizes.max_positions(),
-            num_layers=sizes.num_layers(),
+            num_layers=num_layers,
             num_aux=sizes.num_aux(),
             rotary_dim=rotary_dim,
             rms_norm_eps=_EPS if eps is None else eps,
@@ -260,6 +280,17 @@ def _refuse_arithmetic(config: Fields, layer: Fields, eagle: Fields | None) -> l
     if window is not None and used is not False and (used or not kinds or "sliding_attention" in kinds):
         layer.fail("sliding_window", "none (eaglex's drafts attend to the whole prefix), or use_sliding_window false")
     return []
+
+
+def _misspelt(spots: list[Fields]) -> list[str]:
+    """Notes on unknown fields that look like a switch: a misspelt one would silently be its default."""
+    found = []
+    for fields in spots:
+        for name in sorted(fields.data)[:_MAX_NAMES]:
+            close = name not in _SWITCHES and difflib.get_close_matches(name[:64], _SWITCHES, n=1, cutoff=0.88)
+            if close:
+                found.append(f"{fields.where(name)} is not a field that eaglex knows: meant as {close[0]}?")
+    return found
 
 
 def _switch(spots: list[Fields], *names: str) -> bool | None:

@@ -90,7 +90,7 @@ def read_d2t(
         raise CheckpointError(
             f"{t2d}: expected to mark exactly d2t's target ids, got {first} unmarked: t2d contradicts d2t"
         )
-    if not bool(offsets.any()):
+    if draft_vocab_size == vocab_size and not bool(offsets.any()):
         return None, ["d2t is the identity"]
     return offsets, [] if kept is not None else ["no t2d to check d2t against"]
 

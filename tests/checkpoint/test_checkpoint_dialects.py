@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from eaglex.checkpoint import load
 from eaglex.config import AuxNorm, EmbeddingNorm, NextHidden, Residual
 from eaglex.dialects import Dialect
+from eaglex.errors import ConfigError
 
 
 def same_weights(a, b):
@@ -236,3 +237,36 @@ def test_overrides_load_a_wrong_config(toy, target):
     )
     assert loaded.config.head_dim == 8
     assert loaded.aux.output_ids == (1, 2, 3)
+
+
+def test_a_misspelt_switch_is_reported(toy, target):
+    toy.config["norm_before_residul"] = True
+    assert "norm_before_residul is not a field that eaglex knows: meant as norm_before_residual?" in (
+        load(toy.write(), target=target).report
+    )
+
+
+def test_first_tokens_as_draft_vocabulary(toy, target):
+    """Differences of zero are no identity where the draft has fewer tokens."""
+    toy.tensors |= {"d2t": torch.zeros(40, dtype=torch.int64), "t2d": torch.arange(128) < 40}
+    assert torch.equal(load(toy.write(), target=target).weights.d2t, torch.zeros(40, dtype=torch.int64))
+
+
+def test_target_that_says_nothing_of_tying(toy, make_target):
+    target = make_target(tied=True)
+    sizes = json.loads((target / "config.json").read_text())
+    del sizes["tie_word_embeddings"]
+    (target / "config.json").write_text(json.dumps(sizes))
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del toy.tensors[name]
+    toy.config["draft_vocab_size"] = 128
+    loaded = load(toy.write(), target=target)
+    assert "lm_head is the target's (model.embed_tokens.weight" in loaded.report
+
+
+def test_layers_after_the_first_must_be_regular(toy, target):
+    toy.rename(r"^midlayer\.", "layers.0.")
+    toy.add_layer()
+    toy.config["eagle_config"] = {"next_layer_regular": False}
+    with pytest.raises(ConfigError, match=r"eagle_config\.next_layer_regular: expected true for a draft of 2 layers"):
+        load(toy.write(), target=target)
