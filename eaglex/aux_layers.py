@@ -12,7 +12,7 @@ import enum
 from collections.abc import Sequence
 
 from eaglex.errors import ConfigError
-from eaglex.fields import Fields
+from eaglex.fields import Fields, shown
 
 NESTED = "eagle_config"
 KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
@@ -86,7 +86,8 @@ def resolve(
         return _default(num_aux, num_target_layers, config.file)
     if len(ids) != num_aux:
         raise ConfigError(
-            f"{source}: {field}: expected {num_aux} aux layer ids since fc reads {num_aux} hidden states, got {ids}"
+            f"{source}: {field}: expected {num_aux} aux layer ids since fc.weight reads {num_aux} hidden states, "
+            f"got {shown(ids)}"
         )
     read_as = convention or CONVENTIONS[origin]
     if convention is None and num_target_layers in ids and read_as is AuxConvention.OUTPUT:
@@ -115,8 +116,8 @@ def _written(config: Fields, speculators: bool) -> tuple[list[int] | None, str, 
         (ids, field), (others, other_field) = inner, outer
         if others not in (ids, [i + 1 for i in ids]):
             raise ConfigError(
-                f"{config.file}: {other_field}: expected {ids} or the same layers as capture-before ids "
-                f"{[i + 1 for i in ids]}, as {field} says, got {others}"
+                f"{config.file}: {other_field}: expected {shown(ids)} or the same layers as capture-before ids "
+                f"{shown([i + 1 for i in ids])}, as {field} says, got {shown(others)}"
             )
         notes = (
             [f"aux layer ids {others} stand in {other_field} too, where vLLM reads them as capture_before"]
@@ -146,7 +147,8 @@ def _default(num_aux: int, num_layers: int | None, file: str) -> AuxLayers:
     read_as = CONVENTIONS["default"]
     if num_aux != 3:
         raise ConfigError(
-            f"{file}: {KEYS[0]}: expected {num_aux} ids, since the default has 3, got none; pass aux_layer_ids"
+            f"{file}: {KEYS[0]}: expected {num_aux} ids, since fc.weight reads {num_aux} hidden states of the "
+            "target and the default has 3, got none; pass aux_layer_ids, or is this the head of another target?"
         )
     if num_layers is None:
         return AuxLayers(ids=None, convention=read_as, origin="default", output_ids=None)
@@ -166,8 +168,8 @@ def _check(
     where: str, ids: list[int], outputs: tuple[int, ...], read_as: AuxConvention, num_layers: int | None
 ) -> None:
     if len(set(outputs)) != len(outputs):
-        raise ConfigError(f"{where}: expected distinct aux layer ids, got {ids}")
+        raise ConfigError(f"{where}: expected distinct aux layer ids, got {shown(ids)}")
     low = 0 if read_as is AuxConvention.OUTPUT else 1
     high = "" if num_layers is None else str(num_layers - 1 + low)
     if any(o < 0 or (num_layers is not None and o >= num_layers) for o in outputs):
-        raise ConfigError(f"{where}: expected ids in {low}..{high} (convention {read_as.value}), got {ids}")
+        raise ConfigError(f"{where}: expected ids in {low}..{high} (convention {read_as.value}), got {shown(ids)}")

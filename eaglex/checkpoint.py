@@ -16,7 +16,7 @@ from eaglex import aux_layers, dialects, draft_config, vocabulary
 from eaglex.aux_layers import AuxConvention, AuxLayers
 from eaglex.config import AuxNorm, DraftConfig
 from eaglex.errors import CheckpointError, ConfigError, ShapeError
-from eaglex.fields import Fields, read_json
+from eaglex.fields import Fields, read_json, shown
 from eaglex.source import CONFIG, Source, TensorInfo, open_source
 from eaglex.target import Target, read_target
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["AuxConvention", "AuxLayers", "Checkpoint", "Facts", "examine", "load"]
 
 _FLOATS = ("BF16", "F16", "F32")
+_CONFIG_BYTES = 64 * 2**10  # a draft's config has some kilobytes; this much is read in under 100 ms, whatever it holds
 _MAPS = ("d2t", "t2d")
+_DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def examine(
     source = open_source(path_or_hub_id, revision)
     if CONFIG not in source.names:
         raise CheckpointError(f"{source.label}: expected {CONFIG}, got none")
-    config = _override(read_json(source.path(CONFIG)), overrides or {})
+    config = _override(read_json(source.path(CONFIG), max_bytes=_CONFIG_BYTES), overrides or {})
     tensors = source.tensors()
     layer = dialects.layer_fields(config)
     dialects.refuse_families(config, layer, tensors)
@@ -127,6 +129,7 @@ def examine(
         known["aux_norms.0"] = known.pop("aux_norms.whole")
     borrowed, absent = _borrow(config, known, draft, goal, notes)
     dtype = _check_tensors(known, draft, borrowed, absent)
+    notes += _dtype_note(layer, config, dtype)
     d2t, map_notes = vocabulary.read_d2t(
         known.get("d2t"), known.get("t2d"), draft.vocab_size, draft.draft_vocab_size, source.label
     )
@@ -215,6 +218,14 @@ def load(
     return Checkpoint(config=facts.config, weights=weights, aux=facts.aux, facts=facts)
 
 
+def _dtype_note(layer: Fields, config: Fields, dtype: str) -> list[str]:
+    for fields, name in ((config, "dtype"), (config, "torch_dtype"), (layer, "dtype"), (layer, "torch_dtype")):
+        written = fields.text(name)
+        if written is not None and _DTYPE_NAMES.get(written.removeprefix("torch.")) != dtype:
+            return [f"{fields.where(name)}={shown(written)} of the config is ignored: the tensors are {dtype.lower()}"]
+    return []
+
+
 def _layer(read: Mapping[str, torch.Tensor], index: int) -> dict[str, Any]:
     return {field.name: read.get(f"layers.{index}.{field.name}") for field in dataclasses.fields(LayerWeights)}
 
@@ -262,7 +273,7 @@ def _borrow(
         if name == "lm_head" and draft.draft_vocab_size != draft.vocab_size:
             raise CheckpointError(
                 f"{known['fc'].file}: missing tensor lm_head.weight: with draft_vocab_size={draft.draft_vocab_size} != "
-                f"vocab_size={draft.vocab_size} the target's head cannot stand in for it"
+                f"vocab_size={draft.vocab_size} neither the target's head nor tie_word_embeddings can stand in for it"
             )
         if target is None:
             absent.append(name)

@@ -15,6 +15,9 @@ from eaglex.errors import CheckpointError, ConfigError
 from eaglex.fields import Fields, shown
 from eaglex.source import TensorInfo
 
+_MAX_ARCHITECTURES = 16  # each is compared with every pattern below
+_MAX_NAMED = 12  # tensors that one error names
+
 
 class Dialect(enum.Enum):
     """Who wrote the checkpoint, as far as names and config tell."""
@@ -27,9 +30,8 @@ class Dialect(enum.Enum):
 
 
 NESTED_CONFIG = "transformer_layer_config"
-AUTOMODEL_ARCHITECTURE = (
-    "LlamaEagle3DraftModel"  # its config is the target's, copied whole: leftovers there mean nothing
-)
+# Its config is the target's, copied whole: leftovers there mean nothing.
+AUTOMODEL_ARCHITECTURE = "LlamaEagle3DraftModel"
 _MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular")
 
 # The numbers are Llama's under all of these names where the tensors fit; SafeAI publishes under base models' names.
@@ -95,7 +97,7 @@ class Refusal:
 
 REFUSALS = (
     Refusal(
-        sentence="an MLA draft (latent attention, as DeepSeek and Kimi have it); eaglex runs Llama-type attention only",
+        sentence="an MLA draft (kv_lora_rank, as in DeepSeek and Kimi); eaglex runs Llama-type attention only",
         architectures=r".*(Deepseek|KimiK|MistralLarge3|MLA).*",
         fields=("kv_lora_rank", "q_lora_rank"),
         tensors=r".*\b(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm)\b.*",
@@ -220,34 +222,15 @@ def recognise(config: Fields, layer: Fields, tensors: Iterable[str]) -> Dialect:
 
 
 def refuse_families(config: Fields, layer: Fields, tensors: dict[str, TensorInfo]) -> None:
-    """Raise, with a sentence, for a checkpoint of another family of draft models or of an unknown architecture."""
+    """Raise, with a sentence and the signs, for a checkpoint of another family or of an unknown architecture."""
     architectures = config.texts("architectures")
-    model_types = {
-        name: value
-        for fields, name in ((config, "speculators_model_type"), (layer, "model_type"))
-        if (value := fields.text(name)) is not None
-    }
-    copied = AUTOMODEL_ARCHITECTURE in architectures
+    if len(architectures) > _MAX_ARCHITECTURES:
+        config.fail("architectures", f"at most {_MAX_ARCHITECTURES} names", len(architectures))
     for refusal in REFUSALS:
-        for name in architectures:
-            if re.fullmatch(refusal.architectures, name):
-                config.fail(
-                    "architectures", f"a Llama-type EAGLE-3 draft ({name} is {refusal.sentence})", architectures
-                )
-        for field, value in model_types.items():
-            if not copied and re.fullmatch(refusal.model_types, value):
-                (config if field in config.data else layer).fail(
-                    field, f"a Llama-type EAGLE-3 draft (this is {refusal.sentence})"
-                )
-        for name, info in tensors.items():
-            if re.fullmatch(refusal.tensors, name):
-                raise CheckpointError(
-                    f"{info}: expected the tensors of a Llama-type EAGLE-3 draft, got {refusal.sentence}"
-                )
-        for fields in {id(f): f for f in (config, layer)}.values():
-            for name in refusal.fields:
-                if not copied and fields.data.get(name) not in (None, False):
-                    fields.fail(name, f"none in a Llama-type EAGLE-3 draft (this is {refusal.sentence})")
+        if signs := _signs(refusal, config, layer, tensors):
+            raise CheckpointError(
+                f"{config.file}: {', '.join(signs)}: expected a Llama-type EAGLE-3 draft, got {refusal.sentence}"
+            )
     if _reads_one_layer(tensors):
         raise CheckpointError(
             f"{tensors['fc.weight']}: expected fc over several hidden states, got {list(tensors['fc.weight'].shape)} "
@@ -256,6 +239,22 @@ def refuse_families(config: Fields, layer: Fields, tensors: dict[str, TensorInfo
     unknown = [name for name in architectures if name not in LLAMA_TYPE]
     if unknown:
         config.fail("architectures", f"one of {', '.join(sorted(LLAMA_TYPE))}", unknown)
+
+
+def _signs(refusal: Refusal, config: Fields, layer: Fields, tensors: Iterable[str]) -> list[str]:
+    """What in this checkpoint speaks for that family: fields with their values, tensors by name."""
+    architectures = config.texts("architectures")
+    signs = [f"architectures={shown(n)}" for n in architectures if re.fullmatch(refusal.architectures, n)]
+    if AUTOMODEL_ARCHITECTURE not in architectures:  # its config is its target's: only names and tensors count
+        for fields, name in ((config, "speculators_model_type"), (layer, "model_type")):
+            value = fields.text(name)
+            if value is not None and re.fullmatch(refusal.model_types, value):
+                signs.append(f"{fields.where(name)}={shown(value)}")
+        for fields in [config] if layer is config else [config, layer]:
+            present = [name for name in refusal.fields if fields.data.get(name) not in (None, False)]
+            signs += [f"{fields.where(name)}={shown(fields.data[name])}" for name in present]
+    found = sorted(name for name in tensors if re.fullmatch(refusal.tensors, name))
+    return signs + [f"tensor {name}" for name in found[:_MAX_NAMED]]
 
 
 def _reads_one_layer(tensors: dict[str, TensorInfo]) -> bool:
@@ -309,15 +308,16 @@ def _canonical_name(name: str) -> str | None:
 
 
 def _refuse_unknown(unknown: list[TensorInfo], known: dict[str, TensorInfo]) -> None:
-    info = min(unknown, key=lambda i: i.name)
+    names = sorted(info.name for info in unknown)
     required = ["fc", "norm", *(f"layers.0.{n.removesuffix('.weight').split('.')[-1]}" for n in sorted(_LAYER))]
     absent = [spelled(name, known) for name in required if name not in known]
-    near = difflib.get_close_matches(info.name, absent, n=1)
+    near = difflib.get_close_matches(names[0], absent, n=1)
     hint = f"; missing {', '.join(absent[:3])}" if absent else ""
     meant = f" (meant as {near[0]}?)" if near else ""
-    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     raise CheckpointError(
-        f"{info}: unexpected tensor{more}{meant}{hint}: expected exactly the tensors of a Llama-type EAGLE-3 draft"
+        f"{unknown[0].file.name}: {', '.join(names[:_MAX_NAMED])}{more}: unexpected tensor{meant}{hint}: expected "
+        f"exactly the tensors of a Llama-type EAGLE-3 draft"
     )
 
 

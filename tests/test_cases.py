@@ -134,8 +134,10 @@ def test_facts(case):
     assert checkpoint.config.rope.theta == case["facts"]["rope"]["theta"]
     target = json.loads((FOLDER / case["target"] / "config.json").read_text())
     assert checkpoint.config.max_positions == target["max_position_embeddings"]
-    draft = json.loads((FOLDER / case["id"] / "config.json").read_text())
-    assert checkpoint.weights.fc.dtype is getattr(torch, draft.get("torch_dtype") or draft["dtype"])
+    stored = load_file(FOLDER / case["id"] / "model.safetensors")
+    (fc,) = [tensor for name, tensor in stored.items() if name.endswith("fc.weight")]
+    assert checkpoint.weights.fc.dtype is fc.dtype
+    assert torch.equal(checkpoint.weights.fc, fc)
 
 
 @pytest.mark.parametrize("case", LOADED, ids=ids(LOADED))

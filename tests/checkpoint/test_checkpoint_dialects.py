@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from eaglex.checkpoint import load
 from eaglex.config import AuxNorm, EmbeddingNorm, NextHidden, Residual
 from eaglex.dialects import Dialect
-from eaglex.errors import ConfigError
+from eaglex.errors import CheckpointError, ConfigError
 
 
 def same_weights(a, b):
@@ -269,4 +269,29 @@ def test_layers_after_the_first_must_be_regular(toy, target):
     toy.add_layer()
     toy.config["eagle_config"] = {"next_layer_regular": False}
     with pytest.raises(ConfigError, match=r"eagle_config\.next_layer_regular: expected true for a draft of 2 layers"):
+        load(toy.write(), target=target)
+
+
+def test_dtype_is_the_tensors(toy, target):
+    toy.config["torch_dtype"] = "float16"
+    loaded = load(toy.write(), target=target)
+    assert loaded.weights.fc.dtype is torch.bfloat16
+    assert 'torch_dtype="float16" of the config is ignored' in loaded.report
+
+
+def test_refusal_names_every_sign(toy, target):
+    """A family is refused with all that speaks for it, and unknown tensors are all named."""
+    toy.config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512}
+    toy.tensors["midlayer.self_attn.kv_b_proj.weight"] = toy.normal(8, 8)
+    with pytest.raises(CheckpointError) as caught:
+        load(toy.write(), target=target)
+    for sign in ("Eagle3DeepseekV2ForCausalLM", "kv_lora_rank=512", "tensor midlayer.self_attn.kv_b_proj.weight"):
+        assert sign in str(caught.value)
+
+
+def test_unknown_tensors_are_all_named(toy, target):
+    toy.tensors |= {f"midlayer.self_attn.{n}_norm.weight": toy.normal(8) for n in "qk"}
+    with pytest.raises(
+        CheckpointError, match=r"k_norm\.weight, midlayer\.self_attn\.q_norm\.weight: unexpected tensor"
+    ):
         load(toy.write(), target=target)
