@@ -121,6 +121,7 @@ def run_probe(seconds: float = PROBE_SECONDS) -> dict[str, dict[str, Any]]:
     """Stage → facts of doctor_probe. A stage that crashed or hung is missing; "probe" then says how it ended."""
     import eaglex
 
+    # -P: a script's own folder would come first on the path, and eaglex/inspect.py in front of the standard inspect.
     script = Path(__file__).with_name("doctor_probe.py")
     root = str(Path(eaglex.__file__).parent.parent)
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

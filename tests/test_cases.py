@@ -91,8 +91,12 @@ def run_engine(checkpoint, probe, steps):
 RUNNERS = {"reference": run_reference, "engine": run_engine}
 
 
+def target_of(case):
+    return FOLDER / case["target"] if case.get("target") else None
+
+
 def loaded(case, dtype=None) -> Checkpoint:
-    return load(FOLDER / case["id"], target=FOLDER / case["target"], dtype=dtype)
+    return load(FOLDER / case["id"], target=target_of(case), dtype=dtype)
 
 
 def ids(cases):
@@ -105,9 +109,8 @@ def alternatives(texts):
 
 
 def test_the_folder_has_cases():
-    assert LOADED
-    assert REFUSED
-    assert {case["outcome"] for case in CASES} == {"load", "refuse"}
+    assert CASES
+    assert {case["outcome"] for case in CASES} <= {"load", "refuse"}
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -132,7 +135,8 @@ def test_facts(case):
     assert len(known) >= 8
     assert known == {name: case["facts"][name] for name in known}
     assert checkpoint.config.rope.theta == case["facts"]["rope"]["theta"]
-    target = json.loads((FOLDER / case["target"] / "config.json").read_text())
+    folder = target_of(case) or FOLDER / case["id"]
+    target = json.loads((folder / "config.json").read_text())
     assert checkpoint.config.max_positions == target["max_position_embeddings"]
     stored = load_file(FOLDER / case["id"] / "model.safetensors")
     (fc,) = [tensor for name, tensor in stored.items() if name.endswith("fc.weight")]
@@ -151,7 +155,7 @@ def test_report(case):
 @pytest.mark.parametrize("read", [load, examine])
 def test_refused(case, read):
     with pytest.raises(EaglexError) as caught:
-        read(FOLDER / case["id"], target=FOLDER / case["target"])
+        read(FOLDER / case["id"], target=target_of(case))
     for group in alternatives(case["must_name"]):
         assert any(text in str(caught.value) for text in group)
 

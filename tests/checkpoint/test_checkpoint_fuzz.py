@@ -140,7 +140,7 @@ def judge(folder, target, config):
     return found
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(change=changes)
 @example(change={})
 @example(change={"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}})
@@ -155,20 +155,20 @@ def test_changed_config(written, target, change):
         json.dumps(str(found))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(change=changes, top=changes)
 def test_changed_nested_config(nested, target, change, top):
     inner = nested.config["transformer_layer_config"] | change
     judge(nested.folder, target, nested.config | {"transformer_layer_config": inner} | top)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(config=values)
 def test_any_json(written, target, config):
     judge(written.folder, target, config)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(change=changes)
 def test_changed_target_config(written, target, change):
     sizes = {"hidden_size": 32, "num_hidden_layers": 12, "vocab_size": 128, "max_position_embeddings": 4096}
