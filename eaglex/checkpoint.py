@@ -8,6 +8,7 @@ a line of the report.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AuxConvention", "AuxLayers", "Checkpoint", "Facts", "examine", "load"]
 
+_log = logging.getLogger(__name__)
 _FLOATS = ("BF16", "F16", "F32")
 _CONFIG_BYTES = 64 * 2**10  # a draft's config has some kilobytes; this much is read in under 100 ms, whatever it holds
 _MAPS = ("d2t", "t2d")
@@ -113,7 +115,7 @@ def examine(
     tensors = source.tensors()
     layer = dialects.layer_fields(config)
     dialects.refuse_families(config, layer, tensors)
-    _refuse_quantised(source)
+    _refuse_quantised(source, config, layer)
     known, ignored = dialects.canonical(tensors)
     goal = None if target is None else read_target(target)
     draft, notes = draft_config.read(config, known, goal, max_positions)
@@ -174,7 +176,8 @@ def load(
     weights. `overrides` replaces fields of config.json, dotted names for nested ones, None to remove; it is how to
     load a checkpoint whose config is known to be wrong.
 
-    Raises CheckpointError (files and tensors) or ConfigError (fields), before any weight is read.
+    The report goes to the log, level info. Raises CheckpointError (files and tensors) or ConfigError (fields), before
+    any weight is read.
     """
     import torch
 
@@ -187,6 +190,7 @@ def load(
         overrides=overrides,
         revision=revision,
     )
+    _log.info("%s", facts)
     if facts.absent:
         raise CheckpointError(
             f"{facts.label}: missing tensor {', '.join(f'{n}.weight' for n in facts.absent)}: the draft shares it with "
@@ -246,13 +250,19 @@ def _override(config: Fields, overrides: Mapping[str, object]) -> Fields:
     return Fields(data, config.file)
 
 
-def _refuse_quantised(source: Source) -> None:
-    """ModelOpt writes its scheme into a file beside the config."""
-    if "hf_quant_config.json" not in source.names:
-        return
-    quantised = read_json(source.path("hf_quant_config.json")).child("quantization")
-    if quantised is not None and quantised.data.get("quant_algo") is not None:
-        quantised.fail("quant_algo", "none: quantised draft checkpoints are not read; quantise a bf16 one at load")
+def _refuse_quantised(source: Source, config: Fields, layer: Fields) -> None:
+    """A scheme in the config, or in ModelOpt's file beside it; before the names, which it changes as well."""
+    expected = "none: quantised draft checkpoints are not read; quantise a bf16 one at load"
+    copied = dialects.AUTOMODEL_ARCHITECTURE in config.texts("architectures")  # then it is the target's scheme
+    for fields in () if copied else (config, layer):
+        for name in ("quantization_config", "compression_config"):
+            scheme = fields.child(name)
+            if scheme is not None and scheme.data:
+                fields.fail(name, expected, scheme.data.get("quant_method") or scheme.data)
+    if "hf_quant_config.json" in source.names:
+        quantised = read_json(source.path("hf_quant_config.json")).child("quantization")
+        if quantised is not None and quantised.data.get("quant_algo") is not None:
+            quantised.fail("quant_algo", expected)
 
 
 def _borrow(

@@ -256,14 +256,6 @@ def _refuse_arithmetic(config: Fields, layer: Fields, eagle: Fields | None) -> l
     """Refuse what would change the arithmetic; notes for what a config copied from its target says in vain."""
     for fields in _distinct(config, layer):
         dialects.refuse_fields(fields, dialects.NEUTRAL)
-        quantised = fields.child("quantization_config") or fields.child("compression_config")
-        if quantised is not None and quantised.data:
-            method = quantised.text("quant_method") or "unknown"
-            fields.fail(
-                "quantization_config",
-                "none: quantised draft checkpoints are not read; quantise a bf16 one at load",
-                method,
-            )
     if eagle is not None:
         dialects.refuse_fields(eagle, dialects.EAGLE_NEUTRAL)
     activation = layer.text("hidden_act")

@@ -70,6 +70,7 @@ def test_automodel_with_what_it_copies_from_the_target(make_toy, target):
         "num_hidden_layers": 12,
         "model_type": "qwen3",
         "sliding_window": 128,
+        "quantization_config": {"quant_method": "fp8"},
         "layer_types": ["sliding_attention", "full_attention"],
         "target_hidden_size": 32,
         "tie_word_embeddings": True,
@@ -295,3 +296,17 @@ def test_unknown_tensors_are_all_named(toy, target):
         CheckpointError, match=r"k_norm\.weight, midlayer\.self_attn\.q_norm\.weight: unexpected tensor"
     ):
         load(toy.write(), target=target)
+
+
+def test_quantised_draft_is_refused_by_its_scheme(toy, target):
+    """Not by the names of its scales, which are unknown tensors as well."""
+    toy.config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    toy.tensors["midlayer.mlp.up_proj.weight_scale"] = toy.normal(1)
+    with pytest.raises(ConfigError, match=r'quantization_config: expected none.*got "compressed-tensors"'):
+        load(toy.write(), target=target)
+
+
+def test_report_is_logged(toy, target, caplog):
+    with caplog.at_level("INFO", logger="eaglex"):
+        loaded = load(toy.write(), target=target)
+    assert loaded.report in caplog.text
