@@ -44,14 +44,15 @@ bool TensorView::contiguous() const noexcept {
 
 void TensorView::expect(const char* field, Device where, std::initializer_list<DType> types,
                         std::initializer_list<std::int64_t> sizes) const {
-  const std::string actual = data == nullptr ? "nothing" : describe(*this);
+  const bool present = data != nullptr || (rank > 0 && numel() == 0);  // an empty tensor has no memory to point to
+  const std::string actual = present ? describe(*this) : "nothing";
   const bool typed = std::find(types.begin(), types.end(), dtype) != types.end();
   bool sized = static_cast<std::size_t>(rank) == sizes.size();
   for (std::size_t i = 0; sized && i < sizes.size(); ++i) {
     const std::int64_t wanted = sizes.begin()[i];
     sized = wanted == kAnySize || wanted == shape[i];
   }
-  if (data != nullptr && typed && sized && device == where && contiguous()) return;
+  if (present && typed && sized && device == where && contiguous()) return;
   std::string names;
   for (const DType type : types) names += concat(names.empty() ? "" : " or ", name_of(type));
   fail(ErrorCode::kShape, field, ": expected contiguous ", join_sizes(sizes, sizes.size()), ' ', names, " on ",
