@@ -126,7 +126,8 @@ void assign(std::vector<TensorView>& to, py::handle value, const std::string& fi
   }
   std::vector<TensorView> views;
   for (const py::handle item : py::reinterpret_borrow<py::sequence>(value)) {
-    assign(views.emplace_back(), item, eaglex::concat(field, '[', views.size() - 1, ']'));
+    const std::string name = eaglex::concat(field, '[', views.size(), ']');
+    assign(views.emplace_back(), item, name);
   }
   to = std::move(views);
 }

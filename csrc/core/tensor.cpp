@@ -34,6 +34,7 @@ std::int64_t TensorView::numel() const noexcept {
 }
 
 bool TensorView::contiguous() const noexcept {
+  if (numel() == 0) return true;
   std::int64_t expected = 1;
   for (auto i = static_cast<std::size_t>(rank); i-- > 0;) {
     if (shape[i] != 1 && stride[i] != expected) return false;
@@ -44,7 +45,7 @@ bool TensorView::contiguous() const noexcept {
 
 void TensorView::expect(const char* field, Device where, std::initializer_list<DType> types,
                         std::initializer_list<std::int64_t> sizes) const {
-  const bool present = data != nullptr || (rank > 0 && numel() == 0);  // an empty tensor has no memory to point to
+  const bool present = static_cast<bool>(*this);
   const std::string actual = present ? describe(*this) : "nothing";
   const bool typed = std::find(types.begin(), types.end(), dtype) != types.end();
   bool sized = static_cast<std::size_t>(rank) == sizes.size();
