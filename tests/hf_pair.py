@@ -1,0 +1,68 @@
+"""Tiny random pairs of a Hugging Face target and an EAGLE-3 head, for tests without the network."""
+
+import dataclasses
+
+import torch
+import transformers
+
+from eaglex.config import DraftConfig, RopeConfig
+from eaglex.hosts.hf_target import HookedTarget
+from eaglex.hosts.transformers import HostLimits, TransformersHost
+from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
+
+AUX = (0, 1, 3)
+SIZES = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 160, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "mistral-sliding": (transformers.MistralConfig, {"sliding_window": 6}),
+    "qwen2-mixed": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "phi3": (transformers.Phi3Config, {}),
+}
+
+
+def target_model(family="llama", *, seed=0, **sizes):
+    """A causal language model with random weights, in float32, that depends on its context."""
+    kind, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = kind(**{**SIZES, **extra, **sizes})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
+
+
+def draft_config(**fields):
+    """The config of a one-layer head that fits SIZES, with a reduced vocabulary."""
+    sizes = {
+        "hidden_size": 24, "target_hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 12,
+        "vocab_size": 40, "draft_vocab_size": 32, "max_positions": 160, "rope": RopeConfig(theta=1e4),
+    }
+    return DraftConfig(**{**sizes, **fields})
+
+
+def draft_weights(config, *, seed=0):
+    """Random weights; the draft vocabulary is a random subset of the target's."""
+    g = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, shape in expected_shapes(config).items():
+        noise = torch.randn(shape, generator=g)
+        made[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * (2 / shape[1]) ** 0.5
+    ids = torch.randperm(config.vocab_size, generator=g)[: config.draft_vocab_size].sort().values
+    fields = [f.name for f in dataclasses.fields(LayerWeights)]
+    layers = [LayerWeights(**{f: made.get(f"layers.{i}.{f}") for f in fields}) for i in range(config.num_layers)]
+    return DraftWeights(
+        embed_tokens=made["embed_tokens"], fc=made["fc"], aux_norms=[], layers=layers, norm=made["norm"],
+        lm_head=made["lm_head"], d2t=ids - torch.arange(len(ids)),
+    )
+
+
+def host(speculation, *, family="llama", model=None, limits=None, config=None, weights=None, aux=AUX):
+    """A host around a random pair."""
+    config = config or draft_config()
+    target = HookedTarget(model or target_model(family), aux)
+    return TransformersHost(
+        target, config, weights or draft_weights(config), aux_layer_ids=aux, speculation=speculation,
+        limits=limits or HostLimits(),
+    )
