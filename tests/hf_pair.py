@@ -1,7 +1,10 @@
 """Tiny random pairs of a Hugging Face target and an EAGLE-3 head, for tests without the network."""
 
 import dataclasses
+import json
 
+import safetensors.torch
+import tokenizers
 import torch
 import transformers
 
@@ -10,16 +13,29 @@ from eaglex.hosts.hf_target import HookedTarget
 from eaglex.hosts.transformers import HostLimits, TransformersHost
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
 
-AUX = (0, 1, 3)
+AUX = (0, 1, 2)
 SIZES = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 160, "initializer_range": 0.3,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
 }
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),
     "mistral-sliding": (transformers.MistralConfig, {"sliding_window": 6}),
-    "qwen2-mixed": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen2-mixed": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
     "qwen3": (transformers.Qwen3Config, {}),
     "phi3": (transformers.Phi3Config, {}),
 }
@@ -36,8 +52,16 @@ def target_model(family="llama", *, seed=0, **sizes):
 def draft_config(**fields):
     """The config of a one-layer head that fits SIZES, with a reduced vocabulary."""
     sizes = {
-        "hidden_size": 24, "target_hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 12,
-        "vocab_size": 40, "draft_vocab_size": 32, "max_positions": 160, "rope": RopeConfig(theta=1e4),
+        "hidden_size": 24,
+        "target_hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 12,
+        "vocab_size": 40,
+        "draft_vocab_size": 32,
+        "max_positions": 160,
+        "rope": RopeConfig(theta=1e4),
     }
     return DraftConfig(**{**sizes, **fields})
 
@@ -53,8 +77,13 @@ def draft_weights(config, *, seed=0):
     fields = [f.name for f in dataclasses.fields(LayerWeights)]
     layers = [LayerWeights(**{f: made.get(f"layers.{i}.{f}") for f in fields}) for i in range(config.num_layers)]
     return DraftWeights(
-        embed_tokens=made["embed_tokens"], fc=made["fc"], aux_norms=[], layers=layers, norm=made["norm"],
-        lm_head=made["lm_head"], d2t=ids - torch.arange(len(ids)),
+        embed_tokens=made["embed_tokens"],
+        fc=made["fc"],
+        aux_norms=[],
+        layers=layers,
+        norm=made["norm"],
+        lm_head=made["lm_head"],
+        d2t=ids - torch.arange(len(ids)),
     )
 
 
@@ -63,6 +92,83 @@ def host(speculation, *, family="llama", model=None, limits=None, config=None, w
     config = config or draft_config()
     target = HookedTarget(model or target_model(family), aux)
     return TransformersHost(
-        target, config, weights or draft_weights(config), aux_layer_ids=aux, speculation=speculation,
+        target,
+        config,
+        weights or draft_weights(config),
+        aux_layer_ids=aux,
+        speculation=speculation,
         limits=limits or HostLimits(),
     )
+
+
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sees",
+    "hears",
+    "old",
+    "new",
+    "house",
+    "tree",
+    "and",
+    "or",
+    "in",
+    "on",
+    "under",
+    "runs",
+    "sits",
+    ".",
+    ",",
+]
+
+
+def save_pair(folder, *, model=None, config=None, weights=None, aux=AUX, eos=None):
+    """A pair in folder/target and folder/draft as `eaglex generate` reads it: target ids 0..39, one word each."""
+    model = model or target_model()
+    config = config or draft_config()
+    weights = weights or draft_weights(config)
+    model.generation_config.eos_token_id = eos
+    model.config.eos_token_id = eos
+    model.save_pretrained(folder / "target")
+    vocabulary = {word: i for i, word in enumerate([*WORDS, *(f"w{i}" for i in range(len(WORDS), 40))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="the"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "target")
+    draft = folder / "draft"
+    draft.mkdir()
+    parts = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    names = {f"layers.0.{leaf}": f"midlayer.{part}.{leaf}" for part, leaves in parts.items() for leaf in leaves}
+    stored = {
+        f"{names.get(n, n.replace('layers.0', 'midlayer'))}.weight": t.contiguous()
+        for n, t in weights.named()
+        if n != "d2t"
+    }
+    stored["d2t"] = weights.d2t
+    stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+    stored["t2d"][weights.d2t + torch.arange(len(weights.d2t))] = True
+    safetensors.torch.save_file(stored, draft / "model.safetensors")
+    (draft / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "model_type": "llama",
+                "hidden_size": config.hidden_size,
+                "target_hidden_size": config.target_hidden_size,
+                "intermediate_size": config.intermediate_size,
+                "hidden_act": "silu",
+                "num_attention_heads": config.num_heads,
+                "num_key_value_heads": config.num_kv_heads,
+                "head_dim": config.head_dim,
+                "num_hidden_layers": 1,
+                "vocab_size": config.vocab_size,
+                "draft_vocab_size": config.draft_vocab_size,
+                "max_position_embeddings": config.max_positions,
+                "rms_norm_eps": config.rms_norm_eps,
+                "rope_theta": config.rope.theta,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux)},
+            }
+        )
+    )
+    return folder

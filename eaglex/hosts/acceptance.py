@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from eaglex.config import Sampling
-from eaglex.reference import Accepted, Draft, VerifyTree, inverse_cdf, verify_greedy, verify_rejection, verify_target_only
+from eaglex.reference import (
+    Accepted,
+    Draft,
+    VerifyTree,
+    inverse_cdf,
+    verify_greedy,
+    verify_rejection,
+    verify_target_only,
+)
 
 
 @dataclasses.dataclass
@@ -37,7 +45,7 @@ class Acceptor:
         return torch.rand(count, generator=self._random)
 
     def accept(self, tree: VerifyTree, logits: Tensor, chain: Draft | None) -> Accepted:
-        """Verify one tree by the target's logits [N, V]; `chain` with its probabilities is needed for rejection sampling alone."""
+        """Verify one tree by the target's logits [N, V]; rejection sampling needs the drawn `chain` besides."""
         if self.temperature == 0:
             return verify_greedy(tree, logits.argmax(-1).cpu())
         probs, uniforms, final = self._probs(logits), self._uniform(len(logits)), self._uniform()[0]
@@ -47,7 +55,8 @@ class Acceptor:
         return verify_target_only(tree, probs, uniforms, final)
 
     def _probs(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits.float() / self.temperature, -1).cpu()
+        shifted = logits.float() - logits.float().amax(-1, keepdim=True)  # a tiny temperature must not overflow
+        return torch.softmax(shifted / self.temperature, -1).cpu()
 
     def _uniform(self, count: int = 1) -> Tensor:
         return torch.rand(count, generator=self._random, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,17 @@ class DraftSlots:
     Each slot owns max_length KV slots. Weights are moved to `device`, where everything lives.
     """
 
-    def __init__(self, config: DraftConfig, weights: DraftWeights, *, speculation: SpeculationConfig, max_batch: int,
-                 max_length: int, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DraftConfig,
+        weights: DraftWeights,
+        *,
+        speculation: SpeculationConfig,
+        max_batch: int,
+        max_length: int,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
         self.config, self.speculation, self.device = config, speculation, device
         limits = EngineLimits(max_batch=max_batch, max_rows=max_rows, num_slots=max_batch + 1)
         weights = to_device(weights, device)
@@ -46,10 +56,12 @@ class DraftSlots:
             return [torch.zeros(shape, dtype=weights.fc.dtype, device=device) for _ in range(config.num_layers)]
 
         self.d2t = None if weights.d2t is None else weights.d2t.cpu()
-        self.engine = DraftEngine(config, speculation, limits=limits, weights=weights, req_to_token=table, draft_k=pool(), draft_v=pool())
+        self.engine = DraftEngine(
+            config, speculation, limits=limits, weights=weights, req_to_token=table, draft_k=pool(), draft_v=pool()
+        )
 
     def run(self, rows: Sequence[DraftRows]) -> None:
-        """One cycle for these requests: their rows enter the draft, and it drafts from the last valid one where draft_from says so."""
+        """One cycle for these requests: their rows enter the draft, which drafts from the last valid one of each."""
         starts = [0]
         input_ids: list[int] = []
         for r in rows:
@@ -57,31 +69,46 @@ class DraftSlots:
             starts.append(starts[-1] + count)
             input_ids += [*r.next_tokens, *[0] * (count - len(r.next_tokens))]
         sampled = self.speculation.sampling is Sampling.REJECTION
-        blank = torch.zeros(self.speculation.num_steps)
-        self.engine.run(DraftBatch(
-            aux_hidden_states=torch.cat([r.aux_hidden_states for r in rows]), input_ids=self._ints(input_ids, torch.int64),
-            row_start=self._ints(starts, torch.int32), num_valid=self._ints([len(r.next_tokens) for r in rows], torch.int32),
-            draft_from=torch.tensor([r.draft_from for r in rows], device=self.device),
-            req_pool_indices=self._ints([r.slot for r in rows], torch.int64),
-            seq_lens=self._ints([r.length for r in rows], torch.int64),
-            temperatures=torch.tensor([r.temperature for r in rows], device=self.device) if sampled else None,
-            uniforms=torch.stack([blank if r.uniforms is None else r.uniforms for r in rows]).to(self.device) if sampled else None,
-        ), self._stream())
+        self.engine.run(
+            DraftBatch(
+                aux_hidden_states=torch.cat([r.aux_hidden_states for r in rows]),
+                input_ids=self._ints(input_ids, torch.int64),
+                row_start=self._ints(starts, torch.int32),
+                num_valid=self._ints([len(r.next_tokens) for r in rows], torch.int32),
+                draft_from=torch.tensor([r.draft_from for r in rows], device=self.device),
+                req_pool_indices=self._ints([r.slot for r in rows], torch.int64),
+                seq_lens=self._ints([r.length for r in rows], torch.int64),
+                temperatures=torch.tensor([r.temperature for r in rows], device=self.device) if sampled else None,
+                uniforms=torch.stack([r.uniforms for r in rows if r.uniforms is not None]).to(self.device)
+                if sampled
+                else None,
+            ),
+            self._stream(),
+        )
 
     def trees(self, slots: Sequence[int], lengths: Sequence[int], bonus_tokens: Sequence[int]) -> VerifyTensors:
         """The verifier's tensors [B, N] for these requests, on the device."""
         out = VerifyTensors.allocate(len(slots), self.speculation.num_draft_tokens, MaskMode.QLEN_ONLY, self.device)
-        self.engine.tree(out, req_pool_indices=self._ints(slots, torch.int64), seq_lens=self._ints(lengths, torch.int64),
-                         bonus_tokens=self._ints(bonus_tokens, torch.int64), stream=self._stream())
+        self.engine.tree(
+            out,
+            req_pool_indices=self._ints(slots, torch.int64),
+            seq_lens=self._ints(lengths, torch.int64),
+            bonus_tokens=self._ints(bonus_tokens, torch.int64),
+            stream=self._stream(),
+        )
         return out
 
     def chain(self, slot: int, length: int) -> Draft:
-        """The slot's drawn chain with its probabilities, for rejection sampling; empty where none was made for this length."""
+        """The slot's drawn chain with its probabilities; empty where none was made for this length."""
         results = self.engine.results
         assert results.draft_probs is not None
         n = int(results.num_nodes[slot]) if int(results.drafted_for[slot]) == length else 0
-        return Draft(results.draft_tokens[slot, :n].cpu(), results.parents[slot, :n].long().cpu(), results.scores[slot, :n].cpu(),
-                     results.draft_probs[slot, :n].cpu())
+        return Draft(
+            results.draft_tokens[slot, :n].cpu(),
+            results.parents[slot, :n].long().cpu(),
+            results.scores[slot, :n].cpu(),
+            results.draft_probs[slot, :n].cpu(),
+        )
 
     def _ints(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -92,18 +119,24 @@ class DraftSlots:
 
 def tree_of(tensors: VerifyTensors, index: int) -> VerifyTree:
     """Request `index` of the verifier's tensors, on the CPU, as the reference's rules read it."""
-    return VerifyTree(tensors.draft_tokens[index].cpu(), tensors.positions[index].cpu(), tensors.mask[index].cpu(),
-                      tensors.retrieve_next_token[index].cpu(), tensors.retrieve_next_sibling[index].cpu())
+    return VerifyTree(
+        tensors.draft_tokens[index].cpu(),
+        tensors.positions[index].cpu(),
+        tensors.mask[index].cpu(),
+        tensors.retrieve_next_token[index].cpu(),
+        tensors.retrieve_next_sibling[index].cpu(),
+    )
 
 
 def to_device(weights: DraftWeights, device: torch.device) -> DraftWeights:
     """The same weights on `device`; tensors that are there already are shared."""
-    def move(tensor: Tensor | None) -> Tensor | None:
+
+    def here(tensor: Any) -> Any:
         return None if tensor is None else tensor.detach().to(device).contiguous()
 
-    def here(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device).contiguous()
+    def fields_of(part: DraftWeights | LayerWeights) -> dict[str, Any]:
+        return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
 
-    layers = [LayerWeights(**{f.name: move(getattr(layer, f.name)) for f in dataclasses.fields(layer)}) for layer in weights.layers]
-    return DraftWeights(embed_tokens=here(weights.embed_tokens), fc=here(weights.fc), aux_norms=[here(t) for t in weights.aux_norms],
-                        layers=layers, norm=here(weights.norm), lm_head=here(weights.lm_head), d2t=move(weights.d2t))
+    layers = [LayerWeights(**{name: here(t) for name, t in fields_of(layer).items()}) for layer in weights.layers]
+    rest = {name: here(t) for name, t in fields_of(weights).items() if name not in ("layers", "aux_norms")}
+    return DraftWeights(**rest, layers=layers, aux_norms=[here(gamma) for gamma in weights.aux_norms])

@@ -1,6 +1,6 @@
-"""A causal language model of Hugging Face transformers as a target: its facts, its KV cache, its auxiliary hidden states.
+"""A causal language model of transformers as a target: its facts, its KV cache, its auxiliary hidden states.
 
-Nothing of the model is changed: hooks on its decoder layers live for one forward call, and the tree mask is an argument.
+Nothing of the model is changed: hooks on its decoder layers live for one forward call, the tree mask is an argument.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ConfigError(f"transformers: expected the package for a Hugging Face target, got {error}; "
-                          f"install it with: pip install 'eaglex[hf]'") from error
+        raise ConfigError(
+            f"transformers: expected the package for a Hugging Face target, got {error}; "
+            f"install it with: pip install 'eaglex[hf]'"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetFacts:
-    """What a target's config says, before any weight is read. `window` is the reach of its sliding layers, None without any."""
+    """What a target's config says, before any weight is read. `window` is the reach of sliding layers, if any."""
 
     name: str
     hidden_size: int
@@ -49,7 +51,7 @@ class TargetFacts:
 
     @classmethod
     def of(cls, config: Any, name: str = "target") -> TargetFacts:
-        """Read a transformers config. Raises ConfigError for layers whose cache cannot be cut back after a refused draft."""
+        """Read a transformers config. Raises ConfigError for layers whose state cannot be cut back."""
         text = config.get_text_config(decoder=True)
         count = int(text.num_hidden_layers)
         window = getattr(text, "sliding_window", None)
@@ -57,33 +59,50 @@ class TargetFacts:
         if types is None:
             types = ["sliding_attention" if window else "full_attention"] * count
         if unknown := sorted(set(types) - set(_LAYER_TYPES)):
-            raise ConfigError(f"target layer_types: expected only {', '.join(_LAYER_TYPES)}, since a state that cannot be cut back "
-                              f"cannot verify a draft, got {', '.join(unknown)}")
-        return cls(name=name, hidden_size=int(text.hidden_size), num_layers=count, vocab_size=int(text.vocab_size),
-                   max_positions=getattr(text, "max_position_embeddings", None), layer_types=tuple(types),
-                   window=int(window) if window and "sliding_attention" in types else None)
+            raise ConfigError(
+                f"target layer_types: expected only {', '.join(_LAYER_TYPES)}, since a state that cannot be cut back "
+                f"cannot verify a draft, got {', '.join(unknown)}"
+            )
+        return cls(
+            name=name,
+            hidden_size=int(text.hidden_size),
+            num_layers=count,
+            vocab_size=int(text.vocab_size),
+            max_positions=getattr(text, "max_position_embeddings", None),
+            layer_types=tuple(types),
+            window=int(window) if window and "sliding_attention" in types else None,
+        )
 
     def check_draft(self, draft: DraftConfig, aux_layer_ids: Sequence[int]) -> None:
-        """Raise ConfigError unless a draft of this config can read this target; `aux_layer_ids` are output ids 0..num_layers-1."""
+        """Raise ConfigError unless a draft of this config can read the outputs of these layers of this target."""
         for field, expected, actual in (
-                ("target_hidden_size", self.hidden_size, draft.target_hidden_size),
-                ("vocab_size", self.vocab_size, draft.vocab_size)):
+            ("target_hidden_size", self.hidden_size, draft.target_hidden_size),
+            ("vocab_size", self.vocab_size, draft.vocab_size),
+        ):
             if actual != expected:
-                raise ConfigError(f"draft {field}: expected {expected} as in the target {self.name}, got {actual}; "
-                                  f"is this the EAGLE head of another target?")
+                raise ConfigError(
+                    f"draft {field}: expected {expected} as in the target {self.name}, got {actual}; "
+                    f"is this the EAGLE head of another target?"
+                )
         if len(aux_layer_ids) != draft.num_aux:
-            raise ConfigError(f"aux_layer_ids: expected {draft.num_aux} output ids, since fc reads {draft.num_aux} x "
-                              f"{draft.target_hidden_size} values, got {list(aux_layer_ids)}")
+            raise ConfigError(
+                f"aux_layer_ids: expected {draft.num_aux} output ids, since fc reads {draft.num_aux} x "
+                f"{draft.target_hidden_size} values, got {list(aux_layer_ids)}"
+            )
         if any(not 0 <= i < self.num_layers for i in aux_layer_ids):
-            raise ConfigError(f"aux_layer_ids: expected output ids in 0..{self.num_layers - 1}, got {list(aux_layer_ids)}")
+            raise ConfigError(
+                f"aux_layer_ids: expected output ids in 0..{self.num_layers - 1}, got {list(aux_layer_ids)}"
+            )
 
 
 def read_facts(path: str | Path) -> TargetFacts:
-    """The facts of a target folder or Hub id, from its config.json alone. Raises ConfigError where transformers cannot read it."""
+    """The facts of a folder or Hub id from its config.json. Raises ConfigError where transformers cannot read it."""
     try:
         config = transformers().AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"target: expected a model folder or Hub id that transformers loads, got {path}: {_first_line(error)}") from error
+        raise ConfigError(
+            f"target: expected a model folder or Hub id that transformers loads, got {path}: {_first_line(error)}"
+        ) from error
     return TargetFacts.of(config, str(path))
 
 
@@ -92,7 +111,9 @@ def load_tokenizer(path: str | Path) -> Any:
     try:
         return transformers().AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"target tokenizer: expected one that transformers loads in {path}, got {_first_line(error)}") from error
+        raise ConfigError(
+            f"target tokenizer: expected one that transformers loads in {path}, got {_first_line(error)}"
+        ) from error
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -103,36 +124,43 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
     try:
         model = library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"target: expected a causal language model that transformers loads, got {path}: {_first_line(error)}") from error
+        raise ConfigError(
+            f"target: expected a causal language model that transformers loads, got {path}: {_first_line(error)}"
+        ) from error
     loaded: nn.Module = model.to(device).eval()
     return loaded
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of the model's decoder layers. Raises ConfigError where none is found, since nothing can be hooked then."""
+    """The list of the model's decoder layers. Raises ConfigError where none is found to hook."""
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for name in _LAYER_LISTS:
         found = getattr(decoder, name, None)
         if isinstance(found, nn.ModuleList) and len(found) == count:
             return found
-    raise ConfigError(f"target: expected a list of {count} decoder layers to hook as {' or '.join(_LAYER_LISTS)} of "
-                      f"{type(decoder).__name__}, got none")
+    raise ConfigError(
+        f"target: expected a list of {count} decoder layers to hook as {' or '.join(_LAYER_LISTS)} of "
+        f"{type(decoder).__name__}, got none"
+    )
 
 
 class HookedTarget:
     """A target that returns, besides logits, the outputs of its auxiliary layers. One request per call.
 
-    `model` is a causal language model of transformers in evaluation mode; `aux_layer_ids` are the ids of layers whose output (the
-    residual stream, for the last layer before the final norm) is captured, in the order of the draft's fc. Raises ConfigError.
+    `model` is a causal language model of transformers in evaluation mode; `aux_layer_ids` are the ids of layers whose
+    output (the residual stream, for the last layer before the final norm) is captured, in the order of the draft's fc.
+    Raises ConfigError.
     """
 
     def __init__(self, model: Any, aux_layer_ids: Sequence[int], name: str = "target") -> None:
         self.model, self.facts = model, TargetFacts.of(model.config, name)
         implementation = getattr(model.config, "_attn_implementation", "eager")
         if implementation not in _MASKED_ATTENTION:
-            raise ConfigError(f"target attn_implementation: expected {' or '.join(_MASKED_ATTENTION)}, which take a tree mask, "
-                              f"got {implementation}")
+            raise ConfigError(
+                f"target attn_implementation: expected {' or '.join(_MASKED_ATTENTION)}, which take a tree mask, "
+                f"got {implementation}"
+            )
         layers = decoder_layers(model)
         if bad := [i for i in aux_layer_ids if not 0 <= i < len(layers)]:
             raise ConfigError(f"aux_layer_ids: expected output ids in 0..{len(layers) - 1}, got {bad}")
@@ -168,12 +196,12 @@ class HookedTarget:
         return transformers().DynamicCache()
 
     def extend(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Plain causal forward of tokens [T] behind the cache: logits [V] of the last one, auxiliary hidden states [T, A·Ht]."""
+        """Plain causal forward of tokens [T] behind the cache: logits [V] of the last, aux_hidden_states [T, A·Ht]."""
         logits, aux = self._forward(cache, tokens, **self._last_logits)
         return logits[-1], aux
 
     def verify(self, cache: Any, tokens: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """One forward of a tree: tokens, positions [N] and mask [N, N] bool → logits [N, V], auxiliary hidden states [N, A·Ht]."""
+        """One forward of a tree: tokens, positions [N], mask [N, N] → logits [N, V], aux_hidden_states [N, A·Ht]."""
         past = int(cache.get_seq_length())
         seen = torch.cat([mask.new_ones(len(tokens), past), mask], 1)
         masks = {"full_attention": self._additive(seen)}
@@ -187,7 +215,7 @@ class HookedTarget:
 
     @staticmethod
     def keep(cache: Any, length: int, nodes: Sequence[int]) -> None:
-        """Cut the cache back to its first `length` rows and, behind them, the rows of these nodes of the last `verify`."""
+        """Cut the cache back to its first `length` rows and, behind them, these nodes of the last `verify`."""
         end = length + len(nodes)
         moved = list(nodes) != list(range(len(nodes)))
         for layer in cache.layers:

@@ -1,4 +1,4 @@
-"""The target alone, twice: a loop of single-token forwards, to be timed against, and transformers' own `generate`, to be equal to."""
+"""The target alone, twice: a loop of single-token forwards to be timed against, and transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from eaglex.hosts.acceptance import Acceptor
 from eaglex.hosts.hf_target import HookedTarget, transformers
+from eaglex.hosts.transformers import GenerateOptions
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -28,10 +29,16 @@ class PlainOutput:
 
 
 @torch.inference_mode()
-def decode(target: HookedTarget, prompt: Sequence[int], *, count: int, temperature: float = 0.0, seed: int = 0,
-           eos: frozenset[int] = frozenset(), on_token: Callable[[], object] | None = None) -> PlainOutput:
-    """Up to `count` tokens with the model alone: no hooks, no mask, nothing of eaglex in the forward."""
-    model, cache, acceptor = target.model, target.new_cache(), Acceptor(temperature, seed)
+def decode(
+    target: HookedTarget,
+    prompt: Sequence[int],
+    *,
+    count: int,
+    options: GenerateOptions,
+    on_token: Callable[[], object] | None = None,
+) -> PlainOutput:
+    """Exactly `count` tokens with the model alone: no hooks, no mask, nothing of eaglex in the forward."""
+    model, cache, acceptor = target.model, target.new_cache(), Acceptor(options.temperature, options.seed)
 
     def forward(ids: Sequence[int]) -> int:
         inputs: dict[str, Any] = {target.cache_argument: cache}
@@ -40,7 +47,7 @@ def decode(target: HookedTarget, prompt: Sequence[int], *, count: int, temperatu
 
     tokens = [forward(prompt)]
     begun = time.perf_counter()
-    while len(tokens) < count and tokens[-1] not in eos:
+    while len(tokens) < count:
         tokens.append(forward(tokens[-1:]))
         if on_token is not None:
             on_token()
@@ -48,21 +55,31 @@ def decode(target: HookedTarget, prompt: Sequence[int], *, count: int, temperatu
 
 
 @torch.inference_mode()
-def generate(target: HookedTarget, prompt: Sequence[int], *, count: int, eos: frozenset[int] = frozenset()) -> list[int]:
-    """Up to `count` greedy tokens by transformers' `generate`, with every penalty of the model's generation config off."""
+def generate(
+    target: HookedTarget, prompt: Sequence[int], *, count: int, eos: frozenset[int] = frozenset()
+) -> list[int]:
+    """Up to `count` greedy tokens by transformers' `generate`, without the penalties of the model's own config."""
     ids = torch.tensor([list(prompt)], device=target.device)
     ends = sorted(eos)
     config = transformers().GenerationConfig(
-        do_sample=False, num_beams=1, max_new_tokens=count, max_length=None, use_cache=True, repetition_penalty=1.0,
-        no_repeat_ngram_size=0, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
-    # generate fills what is unset from the model's own generation config: an end-of-text token that the caller took away, say.
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=count,
+        max_length=None,
+        use_cache=True,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    # What is unset would be filled from the model's own generation config.
     kept, target.model.generation_config = target.model.generation_config, config
     try:
         # An explicit mask of ones: pad tokens are real tokens of a prompt here.
         out = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     finally:
         target.model.generation_config = kept
-    tokens: list[int] = out[0, len(prompt):].tolist()
+    tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 
 

@@ -8,4 +8,6 @@ from typing import Any
 
 def bar(total: int, what: str) -> Any:
     """A tqdm bar over `total` tokens; `update(n)` and use as a context manager."""
-    return importlib.import_module("tqdm").tqdm(total=total, desc=what, unit=" tokens", leave=False, disable=None, delay=0.5)
+    return importlib.import_module("tqdm").tqdm(
+        total=total, desc=what, unit=" tokens", leave=False, disable=None, delay=0.5
+    )

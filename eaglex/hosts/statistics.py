@@ -40,7 +40,7 @@ class Phases:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -89,7 +89,13 @@ class Statistics:
 
     def complaint(self) -> str | None:
         """What is wrong with a draft that never hits, once that is beyond chance."""
-        if self.num_steps and self.drafts >= self.WATCHED_CYCLES and self.emitted_with_draft < self.HOPELESS * self.drafts:
-            return (f"accept length stays at {self.emitted_with_draft / self.drafts:.1f} after {self.drafts} drafts: "
-                    f"wrong head or wrong auxiliary layers?")
+        if (
+            self.num_steps
+            and self.drafts >= self.WATCHED_CYCLES
+            and self.emitted_with_draft < self.HOPELESS * self.drafts
+        ):
+            return (
+                f"accept length stays at {self.emitted_with_draft / self.drafts:.1f} after {self.drafts} drafts: "
+                f"wrong head or wrong auxiliary layers?"
+            )
         return None

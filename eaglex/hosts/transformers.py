@@ -1,8 +1,9 @@
 """Speculation with a Hugging Face target and without a server: eaglex drafts, one forward of the target verifies.
 
-The cycle is a server's: `tree` fills the verifier's tensors, the target verifies them, the accepted path is compacted in its KV
-cache, and one launch takes the accepted rows into the draft and drafts again. Drafting is batched over requests; the target runs
-them one by one, each with a cache of its own, since this host is for correctness and for one user, not for throughput.
+The cycle is a server's: `tree` fills the verifier's tensors, the target verifies them, the accepted path is compacted
+in its KV cache, and one launch takes the accepted rows into the draft and drafts again. Drafting is batched over
+requests; the target runs them one by one, each with a cache of its own, since this host is for correctness and for one
+user, not for throughput.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor
 
 from eaglex.config import DraftConfig, Sampling, SpeculationConfig
-from eaglex.errors import ConfigError
+from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts.acceptance import Acceptor
 from eaglex.hosts.draft_slots import DraftRows, DraftSlots, tree_of
 from eaglex.hosts.hf_target import HookedTarget
 from eaglex.hosts.statistics import Phases, Statistics
-from eaglex.reference import Accepted
 from eaglex.weights import DraftWeights
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Finish(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostLimits:
-    """Memory of a host: `max_batch` requests of at most `max_length` tokens (prompt and output; 0 the target's context).
+    """Memory of a host: `max_batch` requests of at most `max_length` tokens, prompt included (0: the target's context).
 
     Prompts enter in chunks of `prompt_chunk` tokens.
     """
@@ -56,7 +56,7 @@ class HostLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """One call of `generate`. Request i draws its random numbers from seed + i; `eos_token_ids` None takes the target's own."""
+    """One call of `generate`. Request i draws from seed + i; `eos_token_ids` None takes the target's own."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -85,7 +85,7 @@ class Output:
     finish: list[Finish]
     statistics: Statistics
     prompt_us: dict[str, float]  # in all: prefill by the target, extend by the draft
-    cycle_us: dict[str, float]  # per cycle: tree, verify, accept, compact, draft (one launch: extend and all steps), host
+    cycle_us: dict[str, float]  # per cycle: tree, verify, accept, compact, host, draft (one launch: extend and K steps)
     decode_seconds: float
     lanes: dict[str, int]  # requests per outcome of a draft launch, this call's alone
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -125,7 +125,7 @@ class _Request:
         ended = next((i for i, token in enumerate(tokens) if token in eos), None)
         room = self.budget - len(self.tokens)
         if ended is not None and ended < room:
-            taken, self.finish = tokens[:ended + 1], Finish.EOS
+            taken, self.finish = tokens[: ended + 1], Finish.EOS
         else:
             taken = tokens[:room]
             self.finish = self.out_of if len(taken) == room else None
@@ -139,53 +139,47 @@ class TransformersHost:
     Raises ConfigError where draft and target do not fit, before anything is allocated.
     """
 
-    def __init__(self, target: HookedTarget, config: DraftConfig, weights: DraftWeights, *, aux_layer_ids: Sequence[int],
-                 speculation: SpeculationConfig, limits: HostLimits | None = None) -> None:
+    def __init__(
+        self,
+        target: HookedTarget,
+        config: DraftConfig,
+        weights: DraftWeights,
+        *,
+        aux_layer_ids: Sequence[int],
+        speculation: SpeculationConfig,
+        limits: HostLimits | None = None,
+    ) -> None:
         limits = limits or HostLimits()
         target.facts.check_draft(config, aux_layer_ids)
         context = min(config.max_positions, target.facts.max_positions or config.max_positions)
         self.target, self.speculation, self.limits = target, speculation, limits
         self.context = context if limits.max_length == 0 else min(limits.max_length, context)
-        self._draft = DraftSlots(
-            config, weights, speculation=speculation, max_batch=limits.max_batch, max_length=self.context, device=target.device,
-            max_rows=max(limits.max_batch * speculation.num_draft_tokens, min(limits.prompt_chunk, self.context)))
+        self.slots = DraftSlots(
+            config,
+            weights,
+            speculation=speculation,
+            max_batch=limits.max_batch,
+            max_length=self.context,
+            device=target.device,
+            max_rows=max(limits.max_batch * speculation.num_draft_tokens, min(limits.prompt_chunk, self.context)),
+        )
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], options: GenerateOptions, on_tokens: OnTokens | None = None,
-                 on_prompt: OnTokens | None = None) -> Output:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerateOptions,
+        on_tokens: OnTokens | None = None,
+        on_prompt: OnTokens | None = None,
+    ) -> Output:
         """Continue up to max_batch prompts (token ids, special tokens included).
 
-        `on_tokens(request, tokens)` is called as tokens are emitted, `on_prompt` as prompt tokens are taken in. Raises ConfigError
-        for a bad prompt or option before anything runs.
+        `on_tokens(request, tokens)` is called as tokens are emitted, `on_prompt` as prompt tokens are taken in. Raises
+        ConfigError for a bad prompt or option before anything runs.
         """
         options.check(self.speculation)
-        requests = self._requests(prompts, options)
-        eos = self.target.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
-        emit, took = on_tokens or _ignore, on_prompt or _ignore
-        phases, statistics, warnings = Phases(self.target.device), Statistics(self.speculation.num_steps), []
-        lanes = self._draft.engine.counters()
-        prompt_phases = Phases(self.target.device)
-        seconds = 0.0
-        for request in requests:
-            logits, rows = self._prefill(request, prompt_phases, took)
-            emit(request.index, request.emit([request.acceptor.first(logits)], eos))
-            begun = time.perf_counter()
-            if request.finish is None:
-                self._first_draft(request, rows, prompt_phases)
-            seconds += time.perf_counter() - begun
-        begun = time.perf_counter()
-        while active := [r for r in requests if r.finish is None]:
-            self._cycle(active, eos, phases, statistics, emit)
-            if not warnings and (complaint := statistics.complaint()):
-                warnings.append(complaint)
-                _log.warning("%s", complaint)
-        seconds += time.perf_counter() - begun
-        cycles = max(1, statistics.cycles)
-        return Output(
-            tokens=[r.tokens for r in requests], finish=[r.finish for r in requests if r.finish is not None], statistics=statistics,
-            prompt_us=prompt_phases.microseconds(), cycle_us={k: v / cycles for k, v in phases.microseconds().items()},
-            decode_seconds=seconds, warnings=warnings,
-            lanes={k: v - lanes[k] for k, v in self._draft.engine.counters().items()})
+        call = _Call(self, options, self._requests(prompts, options), on_tokens or _ignore, on_prompt or _ignore)
+        return call.finish()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raise ConfigError for a prompt that cannot be continued here."""
@@ -199,78 +193,138 @@ class TransformersHost:
         requests = []
         for i, prompt in enumerate(prompts):
             room = self.context - len(prompt)
-            requests.append(_Request(
-                index=i, prompt=list(prompt), cache=self.target.new_cache(), budget=min(options.max_new_tokens, room),
-                out_of=Finish.MAX_NEW_TOKENS if options.max_new_tokens <= room else Finish.CONTEXT,
-                acceptor=Acceptor(options.temperature, options.seed + i, self.speculation.sampling, self._draft.d2t)))
+            requests.append(
+                _Request(
+                    index=i,
+                    prompt=list(prompt),
+                    cache=self.target.new_cache(),
+                    budget=min(options.max_new_tokens, room),
+                    out_of=Finish.MAX_NEW_TOKENS if options.max_new_tokens <= room else Finish.CONTEXT,
+                    acceptor=Acceptor(options.temperature, options.seed + i, self.speculation.sampling, self.slots.d2t),
+                )
+            )
         return requests
 
-    def _prefill(self, request: _Request, phases: Phases, took: OnTokens) -> tuple[Tensor, DraftRows]:
-        """The prompt through the target and, but for its last chunk, through the draft.
 
-        Returns the logits [V] behind it and the last chunk's rows, whose last next token is still to come.
+class _Call:
+    """One call of `generate`: its requests, its figures, and whether the drafter still works."""
+
+    def __init__(
+        self, host: TransformersHost, options: GenerateOptions, requests: list[_Request], emit: OnTokens, took: OnTokens
+    ) -> None:
+        self.target, self.slots, self.requests = host.target, host.slots, requests
+        self.speculation, self.chunk = host.speculation, host.limits.prompt_chunk
+        self.eos = self.target.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+        self.emit, self.took = emit, took
+        self.prompt_phases, self.phases = Phases(self.target.device), Phases(self.target.device)
+        self.statistics, self.warnings = Statistics(self.speculation.num_steps), list[str]()
+        self.drafter_works = True
+
+    def finish(self) -> Output:
+        """Run all requests to their end."""
+        lanes, seconds = self.slots.engine.counters(), 0.0
+        for request in self.requests:
+            seconds += self.begin(request)
+        begun = time.perf_counter()
+        while active := [r for r in self.requests if r.finish is None]:
+            self.cycle(active)
+            if not self.warnings and (complaint := self.statistics.complaint()):
+                self.warn(complaint)
+        seconds += time.perf_counter() - begun
+        cycles = max(1, self.statistics.cycles)
+        return Output(
+            tokens=[r.tokens for r in self.requests],
+            finish=[r.finish for r in self.requests if r.finish is not None],
+            statistics=self.statistics,
+            prompt_us=self.prompt_phases.microseconds(),
+            cycle_us={name: us / cycles for name, us in self.phases.microseconds().items()},
+            decode_seconds=seconds,
+            warnings=self.warnings,
+            lanes={name: count - lanes[name] for name, count in self.slots.engine.counters().items()},
+        )
+
+    def begin(self, request: _Request) -> float:
+        """The prompt through target and draft, and the first token; returns the seconds behind that token.
+
+        The last row of the prompt enters the draft with the first token, that of an earlier chunk with a prompt token.
         """
-        prompt, chunk = request.prompt, self.limits.prompt_chunk
-        for begin in range(0, len(prompt), chunk):
-            tokens = prompt[begin:begin + chunk]
+        prompt, chunk, phases = request.prompt, self.chunk, self.prompt_phases
+        for first in range(0, len(prompt), chunk):
+            tokens = prompt[first : first + chunk]
             phases.start()
-            logits, aux = self.target.extend(request.cache, self._ids(tokens))
+            logits, aux = self.target.extend(request.cache, torch.tensor(tokens, device=self.target.device))
             phases.mark("prefill")
-            rows = _rows(request, begin, aux, prompt[begin + 1:begin + chunk + 1])
-            if begin + chunk < len(prompt):
+            rows = self.rows(request, first, aux, prompt[first + 1 : first + chunk + 1])
+            if first + chunk < len(prompt):
                 rows.draft_from = False
-                self._draft.run([rows])
+                self.draft([rows])
                 phases.mark("extend")
-            took(request.index, tokens)
-        return logits, rows
+            self.took(request.index, tokens)
+        self.emit(request.index, request.emit([request.acceptor.first(logits)], self.eos))
+        begun = time.perf_counter()
+        if request.finish is None:
+            rows.next_tokens.append(request.tokens[0])
+            phases.start()
+            self.draft([rows])
+            phases.mark("extend")
+        return time.perf_counter() - begun
 
-    def _first_draft(self, request: _Request, rows: DraftRows, phases: Phases) -> None:
+    def cycle(self, active: list[_Request]) -> None:
+        """Verify what was drafted for these requests, emit what the target accepts, and draft again."""
+        phases, slots = self.phases, self.slots
         phases.start()
-        rows.next_tokens.append(request.tokens[0])
-        rows.uniforms = self._uniforms(request)
-        self._draft.run([rows])
-        phases.mark("extend")
-
-    def _cycle(self, active: list[_Request], eos: frozenset[int], phases: Phases, statistics: Statistics, emit: OnTokens) -> None:
-        phases.start()
-        trees = self._draft.trees([r.slot for r in active], [r.length for r in active], [r.tokens[-1] for r in active])
+        trees = slots.trees([r.slot for r in active], [r.length for r in active], [r.tokens[-1] for r in active])
         phases.mark("tree")
-        rows = []
+        batch = []
         for i, request in enumerate(active):
             length = request.length
             logits, aux = self.target.verify(request.cache, trees.draft_tokens[i], trees.positions[i], trees.mask[i])
             phases.mark("verify")
             tree = tree_of(trees, i)
             rejection = self.speculation.sampling is Sampling.REJECTION
-            accepted = request.acceptor.accept(tree, logits, self._draft.chain(request.slot, length) if rejection else None)
-            taken = request.emit(accepted.tokens, eos)
+            accepted = request.acceptor.accept(tree, logits, slots.chain(request.slot, length) if rejection else None)
+            taken = request.emit(accepted.tokens, self.eos)
             counted = len(taken) if request.finish is Finish.EOS else accepted.accept_length
-            statistics.record(counted, had_draft=int(tree.retrieve_next_token[0]) >= 0)
+            self.statistics.record(counted, had_draft=int(tree.retrieve_next_token[0]) >= 0)
             phases.mark("accept")
             if request.finish is None:
                 self.target.keep(request.cache, length, accepted.nodes)
-                rows.append(self._accepted_rows(request, length, aux, accepted))
+                # Always N rows, as with a server: the accepted path in front, the rest does not count.
+                nodes = [*accepted.nodes, *[0] * (len(logits) - len(accepted.nodes))]
+                batch.append(self.rows(request, length, aux[nodes], accepted.tokens))
                 phases.mark("compact")
-            emit(request.index, taken)
+            self.emit(request.index, taken)
             phases.mark("host")
-        if rows:
-            self._draft.run(rows)
+        if batch:
+            self.draft(batch)
             phases.mark("draft")
 
-    def _accepted_rows(self, request: _Request, length: int, aux: Tensor, accepted: Accepted) -> DraftRows:
-        """The accepted path's rows in front; the rest up to N repeats the root, as a server's rows do, and does not count."""
-        nodes = [*accepted.nodes, *[0] * (self.speculation.num_draft_tokens - len(accepted.nodes))]
-        rows = _rows(request, length, aux[nodes], accepted.tokens)
-        rows.uniforms = self._uniforms(request)
-        return rows
+    def rows(self, request: _Request, length: int, aux: Tensor, next_tokens: list[int]) -> DraftRows:
+        """What the request brings to the draft at this length."""
+        sampled = self.speculation.sampling is Sampling.REJECTION
+        return DraftRows(
+            slot=request.slot,
+            length=length,
+            aux_hidden_states=aux,
+            next_tokens=list(next_tokens),
+            temperature=request.acceptor.temperature,
+            uniforms=request.acceptor.uniforms(self.speculation.num_steps) if sampled else None,
+        )
 
-    def _uniforms(self, request: _Request) -> Tensor | None:
-        if self.speculation.sampling is not Sampling.REJECTION:
-            return None
-        return request.acceptor.uniforms(self.speculation.num_steps)
+    def draft(self, batch: list[DraftRows]) -> None:
+        """One launch of the draft. When it fails, the call goes on without: old drafts are for other lengths."""
+        if not self.drafter_works:
+            return
+        try:
+            self.slots.run(batch)
+        except DeviceError as error:
+            self.drafter_works = False
+            self.warn(f"the drafter failed, going on without speculation: {error}")
 
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self.target.device)
+    def warn(self, message: str) -> None:
+        """Log it and keep it for the output."""
+        self.warnings.append(message)
+        _log.warning("%s", message)
 
 
 def check_prompt(prompt: Sequence[int], *, context: int, vocab_size: int) -> None:
@@ -278,15 +332,12 @@ def check_prompt(prompt: Sequence[int], *, context: int, vocab_size: int) -> Non
     if len(prompt) == 0:
         raise ConfigError("prompt: expected at least one token, got none")
     if len(prompt) >= context:
-        raise ConfigError(f"prompt: expected at most {context - 1} tokens, so that one fits behind it in a context of {context}, "
-                          f"got {len(prompt)}")
+        raise ConfigError(
+            f"prompt: expected at most {context - 1} tokens, so that one fits behind it in a context of {context}, "
+            f"got {len(prompt)}"
+        )
     if bad := [token for token in prompt if not 0 <= token < vocab_size]:
         raise ConfigError(f"prompt: expected token ids in 0..{vocab_size - 1}, got {bad[0]}")
-
-
-def _rows(request: _Request, length: int, aux: Tensor, next_tokens: list[int]) -> DraftRows:
-    return DraftRows(slot=request.slot, length=length, aux_hidden_states=aux, next_tokens=list(next_tokens),
-                     temperature=request.acceptor.temperature)
 
 
 def _ignore(_request: int, _tokens: list[int]) -> None:
