@@ -8,7 +8,8 @@ import tokenizers
 import torch
 import transformers
 
-from eaglex.config import DraftConfig, RopeConfig
+from eaglex.config import DraftConfig, RopeConfig, SpeculationConfig
+from eaglex.hosts import plain
 from eaglex.hosts.hf_target import HookedTarget
 from eaglex.hosts.transformers import HostLimits, TransformersHost
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
@@ -49,6 +50,17 @@ def target_model(family="llama", *, seed=0, **sizes):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
 
 
+# With few tokens a random head hits often enough that accepted paths of several nodes occur.
+SMALL = {"vocab_size": 12}
+SMALL_DRAFT = {"vocab_size": 12, "draft_vocab_size": 9}
+
+
+PROMPT = [1, 7, 3, 5, 2, 9, 4]
+CHAIN = SpeculationConfig(num_steps=3)
+TREE = SpeculationConfig(num_steps=3, topk=3, num_draft_tokens=14)
+SHAPES = {"chain": CHAIN, "tree": TREE}
+
+
 def draft_config(**fields):
     """The config of a one-layer head that fits SIZES, with a reduced vocabulary."""
     sizes = {
@@ -66,8 +78,8 @@ def draft_config(**fields):
     return DraftConfig(**{**sizes, **fields})
 
 
-def draft_weights(config, *, seed=0):
-    """Random weights; the draft vocabulary is a random subset of the target's."""
+def draft_weights(config, *, seed=1):
+    """Random weights; the draft vocabulary is a random subset of the target's. Seed 1 hits the SMALL targets often."""
     g = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in expected_shapes(config).items():
@@ -101,27 +113,18 @@ def host(speculation, *, family="llama", model=None, limits=None, config=None, w
     )
 
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sees",
-    "hears",
-    "old",
-    "new",
-    "house",
-    "tree",
-    "and",
-    "or",
-    "in",
-    "on",
-    "under",
-    "runs",
-    "sits",
-    ".",
-    ",",
-]
+def small_host(speculation, family="llama", **arguments):
+    """A host around a random pair of few tokens."""
+    model, config = target_model(family, **SMALL), draft_config(**SMALL_DRAFT)
+    return host(speculation, model=model, config=config, **arguments)
+
+
+def alone(host, prompt, count, eos=frozenset()):
+    """The target's own greedy tokens."""
+    return plain.generate(host.target, prompt, count=count, eos=eos)
+
+
+WORDS = "the a cat dog sees hears old new house tree and or in on under runs sits . ,".split()  # noqa: SIM905
 
 
 def save_pair(folder, *, model=None, config=None, weights=None, aux=AUX, eos=None):
