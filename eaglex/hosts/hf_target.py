@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eaglex.config import DraftConfig
-from eaglex.errors import ConfigError
+from eaglex.errors import ConfigError, EaglexError
 
 # Names under which decoders of the Llama, GPT and MPT families keep the list of their layers.
 _LAYER_LISTS = ("layers", "h", "blocks")
@@ -95,40 +95,50 @@ class TargetFacts:
             )
 
 
+@contextlib.contextmanager
+def _reading(expected: str, path: str | Path) -> Iterator[None]:
+    """Whatever transformers raises for an unreadable model, and it raises many things, as one ConfigError."""
+    try:
+        yield
+    except EaglexError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise ConfigError(f"target: expected {expected} that transformers loads, got {path}: {reason}") from error
+
+
 def read_facts(path: str | Path) -> TargetFacts:
     """The facts of a folder or Hub id from its config.json. Raises ConfigError where transformers cannot read it."""
-    try:
-        config = transformers().AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"target: expected a model folder or Hub id that transformers loads, got {path}: {_first_line(error)}"
-        ) from error
-    return TargetFacts.of(config, str(path))
+    library = transformers()
+    with _reading("a model folder or Hub id", path):
+        return TargetFacts.of(library.AutoConfig.from_pretrained(path, trust_remote_code=False), str(path))
 
 
 def load_tokenizer(path: str | Path) -> Any:
     """The target's tokenizer. Raises ConfigError where there is none."""
-    try:
-        return transformers().AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"target tokenizer: expected one that transformers loads in {path}, got {_first_line(error)}"
-        ) from error
+    library = transformers()
+    with _reading("a tokenizer", path):
+        return library.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A causal language model in that type on that device. Raises ConfigError where transformers cannot load it."""
+    """A causal language model in that type on that device, from safetensors. Raises ConfigError where that fails."""
     library = transformers()
-    # Its loading bar shows whatever level is set; a demo has one of its own.
+    # Its own loading bar shows whatever the log level is.
     library.utils.logging.disable_progress_bar()
-    try:
-        model = library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"target: expected a causal language model that transformers loads, got {path}: {_first_line(error)}"
-        ) from error
-    loaded: nn.Module = model.to(device).eval()
-    return loaded
+    with _reading("a causal language model", path):
+        model, found = library.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(f"target: expected all weights in {path}, got none for {', '.join(missing[:4])}")
+        loaded: nn.Module = model.to(device).eval()
+        return loaded
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -250,7 +260,3 @@ class HookedTarget:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
