@@ -28,7 +28,9 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("path", metavar="PATH", help="draft checkpoint: folder or Hub id")
     parser.add_argument("--target", metavar="PATH", help="its target: folder or Hub id")
-    parser.add_argument("--bandwidth", metavar="TB/S", type=_positive, help="memory bandwidth for the step floor, e.g. 4.8 (H200), 1.8")
+    parser.add_argument(
+        "--bandwidth", metavar="TB/S", type=_positive, help="memory bandwidth for the step floor, e.g. 4.8 (H200), 1.8"
+    )
     parser.add_argument("--aux-layer-ids", metavar="I,J,K", type=_ids, help="use these layers instead of the config's")
     parser.add_argument("--convention", choices=[c.value for c in AuxConvention], help="how the layer ids are written")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -73,9 +75,24 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command(name="generate", help="continue a text with a Hugging Face target and its EAGLE-3 draft", options=_generate_options, run=_generate),
-    Command(name="inspect", help="what a draft checkpoint is and what a step of it costs", options=_inspect_options, run=_inspect),
-    Command(name="doctor", help="what this machine lacks for eaglex; the exit code is the number of failures", options=_doctor_options, run=_doctor),
+    Command(
+        name="generate",
+        help="continue a text with a Hugging Face target and its EAGLE-3 draft",
+        options=_generate_options,
+        run=_generate,
+    ),
+    Command(
+        name="inspect",
+        help="what a draft checkpoint is and what a step of it costs",
+        options=_inspect_options,
+        run=_inspect,
+    ),
+    Command(
+        name="doctor",
+        help="what this machine lacks for eaglex; the exit code is the number of failures",
+        options=_doctor_options,
+        run=_doctor,
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""The dialects of public EAGLE-3 checkpoints: their tensor names, how each is recognised, and what is recognised but refused.
+"""The dialects of public EAGLE-3 checkpoints: tensor names, how each is recognised, and what is refused.
 
 Tables only, with the small functions that read them; docs/checkpoints.md shows the same tables with their reasons.
 """
@@ -15,6 +15,9 @@ from eaglex.errors import CheckpointError, ConfigError
 from eaglex.fields import Fields, shown
 from eaglex.source import TensorInfo
 
+_MAX_ARCHITECTURES = 16  # each is compared with every pattern below
+_MAX_NAMED = 12  # tensors that one error names
+
 
 class Dialect(enum.Enum):
     """Who wrote the checkpoint, as far as names and config tell."""
@@ -27,27 +30,57 @@ class Dialect(enum.Enum):
 
 
 NESTED_CONFIG = "transformer_layer_config"
-AUTOMODEL_ARCHITECTURE = "LlamaEagle3DraftModel"  # its config is the target's, copied whole: leftovers there mean nothing
+# Its config is the target's, copied whole: leftovers there mean nothing.
+AUTOMODEL_ARCHITECTURE = "LlamaEagle3DraftModel"
 _MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular")
 
-# Numerics are Llama's under all of these names where the tensor set fits; base models' names are what SafeAI publishes under.
-LLAMA_TYPE = frozenset({
-    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3Deep", "Eagle3Speculator", "Eagle3DraftModel",
-    AUTOMODEL_ARCHITECTURE, "Qwen2ForCausalLMEagle3", "Qwen3ForCausalLMEagle3", "Eagle3Qwen2ForCausalLM", "Eagle3Qwen3ForCausalLM",
-    "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "MistralForCausalLM"})
+# The numbers are Llama's under all of these names where the tensors fit; SafeAI publishes under base models' names.
+LLAMA_TYPE = frozenset(
+    {
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLMEagle3Deep",
+        "Eagle3Speculator",
+        "Eagle3DraftModel",
+        AUTOMODEL_ARCHITECTURE,
+        "Qwen2ForCausalLMEagle3",
+        "Qwen3ForCausalLMEagle3",
+        "Eagle3Qwen2ForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MistralForCausalLM",
+    }
+)
 
 _TOP = {
-    "embed_tokens.weight": "embed_tokens", "fc.weight": "fc", "norm.weight": "norm", "lm_head.weight": "lm_head", "d2t": "d2t",
-    "t2d": "t2d", "input_norm.weight": "aux_norms.whole", "aux_norm_low.weight": "aux_norms.0", "aux_norm_mid.weight": "aux_norms.1",
+    "embed_tokens.weight": "embed_tokens",
+    "fc.weight": "fc",
+    "norm.weight": "norm",
+    "lm_head.weight": "lm_head",
+    "d2t": "d2t",
+    "t2d": "t2d",
+    "input_norm.weight": "aux_norms.whole",
+    "aux_norm_low.weight": "aux_norms.0",
+    "aux_norm_mid.weight": "aux_norms.1",
     "aux_norm_high.weight": "aux_norms.2",
 }
 _LAYER = {
-    "input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+    "input_layernorm.weight",
+    "hidden_norm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 }
-# Training leftovers that no engine reads: copies of the verifier's head and norm, and a table that follows from rope_theta.
+# Training leftovers that no engine reads: the verifier's head and norm, and a table that follows from rope_theta.
 IGNORED = re.compile(r"(verifier_\w+(\.weight)?|.*rotary_emb\.inv_freq)")
 
 
@@ -63,42 +96,93 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal(sentence="an MLA draft (latent attention, as in DeepSeek and Kimi drafts); eaglex runs Llama-type attention only",
-            architectures=r".*(Deepseek|KimiK|MistralLarge3|MLA).*", fields=("kv_lora_rank", "q_lora_rank"),
-            tensors=r".*\b(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm)\b.*"),
-    Refusal(sentence="a parallel-drafting head (P-EAGLE, PARD); eaglex drafts autoregressively",
-            architectures=r".*(PEagle|Pard).*", model_types=r"p_?eagle|pard", fields=("parallel_drafting", "pard_token", "ptd_token_id"),
-            tensors=r".*\b(mask_hidden|mask_embedding)\b.*"),
-    Refusal(sentence="a block-diffusion draft (DFlash, DSpark, Domino); eaglex drafts autoregressively",
-            architectures=r".*(DFlash|DSpark|Domino).*", model_types=r"d_?flash|dspark|domino", fields=("dflash_config", "dspark_config")),
-    Refusal(sentence="a Medusa model; eaglex runs EAGLE-3 heads",
-            architectures=r".*Medusa.*", model_types=r"medusa", fields=("medusa_num_heads",), tensors=r"(medusa_head\..*|\d+\.\d+\.(linear\.)?weight)"),
-    Refusal(sentence="an MLP or LSTM speculator; eaglex runs EAGLE-3 heads",
-            architectures=r".*(MLPSpeculator|LSTMSpeculator).*", model_types=r"mlp_?speculator|arctic.*"),
-    Refusal(sentence="a next-token-prediction (MTP) layer; eaglex runs EAGLE-3 heads",
-            architectures=r".*(MTP|NextN).*", model_types=r".*mtp.*", tensors=r".*\b(eh_proj|enorm|hnorm)\b.*"),
-    Refusal(sentence="an EAGLE-1 or EAGLE-2 head (it reads the last layer alone); eaglex runs EAGLE-3 heads",
-            architectures=r"(Eagle(?!3)\w*ForCausalLM|\w+ForCausalLMEagle|EagleModel|EagleSpeculator)", model_types=r"eagle"),
+    Refusal(
+        sentence="an MLA draft (kv_lora_rank, as in DeepSeek and Kimi); eaglex runs Llama-type attention only",
+        architectures=r".*(Deepseek|KimiK|MistralLarge3|MLA).*",
+        fields=("kv_lora_rank", "q_lora_rank"),
+        tensors=r".*\b(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm)\b.*",
+    ),
+    Refusal(
+        sentence="a parallel-drafting head (P-EAGLE, PARD); eaglex drafts autoregressively",
+        architectures=r".*(PEagle|Pard).*",
+        model_types=r"p_?eagle|pard",
+        fields=("parallel_drafting", "pard_token", "ptd_token_id"),
+        tensors=r".*\b(mask_hidden|mask_embedding)\b.*",
+    ),
+    Refusal(
+        sentence="a block-diffusion draft (DFlash, DSpark, Domino); eaglex drafts autoregressively",
+        architectures=r".*(DFlash|DSpark|Domino).*",
+        model_types=r"d_?flash|dspark|domino",
+        fields=("dflash_config", "dspark_config"),
+    ),
+    Refusal(
+        sentence="a Medusa model; eaglex runs EAGLE-3 heads",
+        architectures=r".*Medusa.*",
+        model_types=r"medusa",
+        fields=("medusa_num_heads",),
+        tensors=r"(medusa_head\..*|\d+\.\d+\.(linear\.)?weight)",
+    ),
+    Refusal(
+        sentence="an MLP or LSTM speculator; eaglex runs EAGLE-3 heads",
+        architectures=r".*(MLPSpeculator|LSTMSpeculator).*",
+        model_types=r"mlp_?speculator|arctic.*",
+    ),
+    Refusal(
+        sentence="a next-token-prediction (MTP) layer; eaglex runs EAGLE-3 heads",
+        architectures=r".*(MTP|NextN).*",
+        model_types=r".*mtp.*",
+        tensors=r".*\b(eh_proj|enorm|hnorm)\b.*",
+    ),
+    Refusal(
+        sentence="an EAGLE-1 or EAGLE-2 head (it reads the last layer alone); eaglex runs EAGLE-3 heads",
+        architectures=r"(Eagle(?!3)\w*ForCausalLM|\w+ForCausalLMEagle|EagleModel|EagleSpeculator)",
+        model_types=r"eagle",
+    ),
     Refusal(sentence="a mixture-of-experts draft; eaglex runs dense ones", tensors=r".*\bmlp\.(experts|gate)\b\.?.*"),
-    Refusal(sentence="a Gemma-type draft, whose norms multiply by 1 + weight; eaglex runs Llama's", architectures=r".*Gemma.*",
-            model_types=r"gemma.*"),
+    Refusal(
+        sentence="a Gemma-type draft, whose norms multiply by 1 + weight; eaglex runs Llama's",
+        architectures=r".*Gemma.*",
+        model_types=r"gemma.*",
+    ),
 )
 
 # Fields that change the arithmetic, with the values under which they do not; anything else is refused by name.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,), "bias": (False,), "use_qk_norm": (False,),
-    "qk_norm": (False,), "is_causal": (True,), "rope_interleave": (False,), "rope_interleaved": (False,), "attention_multiplier": (),
-    "residual_multiplier": (1,), "embedding_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,), "scale_emb": (1,),
-    "scale_depth": (), "dim_model_base": (), "final_logit_softcapping": (), "attn_logit_softcapping": (), "clip_qkv": (),
-    "rotary_pct": (1,), "rotary_percent": (1,), "position_embedding_type": ("rope",), "pretraining_tp": (1,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "qkv_bias": (False,),
+    "bias": (False,),
+    "use_qk_norm": (False,),
+    "qk_norm": (False,),
+    "is_causal": (True,),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "attention_multiplier": (),
+    "residual_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "rotary_pct": (1,),
+    "rotary_percent": (1,),
+    "position_embedding_type": ("rope",),
+    "pretraining_tp": (1,),
 }
 EAGLE_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "use_aux_hidden_state": (True,), "use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (0, 1),
+    "use_aux_hidden_state": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (0, 1),
 }
 
 
 def canonical(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Canonical name → tensor, and the names left out by IGNORED; CheckpointError for an unknown name or two for one tensor.
+    """Canonical name → tensor, and the ignored names; CheckpointError for an unknown name or two for one tensor.
 
     Canonical names are DraftWeights.named()'s, plus t2d and aux_norms.whole (the norm over the concatenation).
     """
@@ -132,35 +216,45 @@ def recognise(config: Fields, layer: Fields, tensors: Iterable[str]) -> Dialect:
     if any(name.startswith("model.") for name in names) or AUTOMODEL_ARCHITECTURE in config.texts("architectures"):
         return Dialect.AUTOMODEL
     eagle = config.child("eagle_config")
-    return Dialect.MODELOPT if eagle is not None and any(key in eagle.data for key in _MODELOPT_KEYS) else Dialect.SGLANG
+    return (
+        Dialect.MODELOPT if eagle is not None and any(key in eagle.data for key in _MODELOPT_KEYS) else Dialect.SGLANG
+    )
 
 
 def refuse_families(config: Fields, layer: Fields, tensors: dict[str, TensorInfo]) -> None:
-    """Raise, with a sentence, for a checkpoint of another family of draft models or of an unknown architecture."""
+    """Raise, with a sentence and the signs, for a checkpoint of another family or of an unknown architecture."""
     architectures = config.texts("architectures")
-    model_types = {name: value for fields, name in ((config, "speculators_model_type"), (layer, "model_type"))
-                   if (value := fields.text(name)) is not None}
-    copied = AUTOMODEL_ARCHITECTURE in architectures
+    if len(architectures) > _MAX_ARCHITECTURES:
+        config.fail("architectures", f"at most {_MAX_ARCHITECTURES} names", len(architectures))
     for refusal in REFUSALS:
-        for name in architectures:
-            if re.fullmatch(refusal.architectures, name):
-                config.fail("architectures", f"a Llama-type EAGLE-3 draft ({name} is {refusal.sentence})", architectures)
-        for field, value in model_types.items():
-            if not copied and re.fullmatch(refusal.model_types, value):
-                (config if field in config.data else layer).fail(field, f"a Llama-type EAGLE-3 draft (this is {refusal.sentence})")
-        for name, info in tensors.items():
-            if re.fullmatch(refusal.tensors, name):
-                raise CheckpointError(f"{info}: expected the tensors of a Llama-type EAGLE-3 draft, got {refusal.sentence}")
-        for fields in {id(f): f for f in (config, layer)}.values():
-            for name in refusal.fields:
-                if not copied and fields.data.get(name) not in (None, False):
-                    fields.fail(name, f"none in a Llama-type EAGLE-3 draft (this is {refusal.sentence})")
+        if signs := _signs(refusal, config, layer, tensors):
+            raise CheckpointError(
+                f"{config.file}: {', '.join(signs)}: expected a Llama-type EAGLE-3 draft, got {refusal.sentence}"
+            )
     if _reads_one_layer(tensors):
-        raise CheckpointError(f"{tensors['fc.weight']}: expected fc over several hidden states, got {list(tensors['fc.weight'].shape)} "
-                              f"and no hidden_norm: an EAGLE-1 or EAGLE-2 head (it reads the last layer alone); eaglex runs EAGLE-3 heads")
+        raise CheckpointError(
+            f"{tensors['fc.weight']}: expected fc over several hidden states, got {list(tensors['fc.weight'].shape)} "
+            f"and no hidden_norm: an EAGLE-1 or EAGLE-2 head (it reads the last layer alone); eaglex runs EAGLE-3 heads"
+        )
     unknown = [name for name in architectures if name not in LLAMA_TYPE]
     if unknown:
         config.fail("architectures", f"one of {', '.join(sorted(LLAMA_TYPE))}", unknown)
+
+
+def _signs(refusal: Refusal, config: Fields, layer: Fields, tensors: Iterable[str]) -> list[str]:
+    """What in this checkpoint speaks for that family: fields with their values, tensors by name."""
+    architectures = config.texts("architectures")
+    signs = [f"architectures={shown(n)}" for n in architectures if re.fullmatch(refusal.architectures, n)]
+    if AUTOMODEL_ARCHITECTURE not in architectures:  # its config is its target's: only names and tensors count
+        for fields, name in ((config, "speculators_model_type"), (layer, "model_type")):
+            value = fields.text(name)
+            if value is not None and re.fullmatch(refusal.model_types, value):
+                signs.append(f"{fields.where(name)}={shown(value)}")
+        for fields in [config] if layer is config else [config, layer]:
+            present = [name for name in refusal.fields if fields.data.get(name) not in (None, False)]
+            signs += [f"{fields.where(name)}={shown(fields.data[name])}" for name in present]
+    found = sorted(name for name in tensors if re.fullmatch(refusal.tensors, name))
+    return signs + [f"tensor {name}" for name in found[:_MAX_NAMED]]
 
 
 def _reads_one_layer(tensors: dict[str, TensorInfo]) -> bool:
@@ -174,7 +268,9 @@ def refuse_fields(fields: Fields, table: dict[str, tuple[object, ...]]) -> None:
     """Raise ConfigError for a present field of `table` whose value is not one of the neutral ones."""
     for name, neutral in table.items():
         value = fields.data.get(name)
-        if value is not None and not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+        if value is not None and not any(
+            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+        ):
             allowed = " or ".join(shown(n) for n in neutral) or "none"
             fields.fail(name, f"{allowed} (eaglex does not implement it)")
 
@@ -212,14 +308,17 @@ def _canonical_name(name: str) -> str | None:
 
 
 def _refuse_unknown(unknown: list[TensorInfo], known: dict[str, TensorInfo]) -> None:
-    info = min(unknown, key=lambda i: i.name)
+    names = sorted(info.name for info in unknown)
     required = ["fc", "norm", *(f"layers.0.{n.removesuffix('.weight').split('.')[-1]}" for n in sorted(_LAYER))]
     absent = [spelled(name, known) for name in required if name not in known]
-    near = difflib.get_close_matches(info.name, absent, n=1)
+    near = difflib.get_close_matches(names[0], absent, n=1)
     hint = f"; missing {', '.join(absent[:3])}" if absent else ""
     meant = f" (meant as {near[0]}?)" if near else ""
-    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    raise CheckpointError(f"{info}: unexpected tensor{more}{meant}{hint}: expected exactly the tensors of a Llama-type EAGLE-3 draft")
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    raise CheckpointError(
+        f"{unknown[0].file.name}: {', '.join(names[:_MAX_NAMED])}{more}: unexpected tensor{meant}{hint}: expected "
+        f"exactly the tensors of a Llama-type EAGLE-3 draft"
+    )
 
 
 def layer_fields(config: Fields) -> Fields:
@@ -227,6 +326,8 @@ def layer_fields(config: Fields) -> Fields:
     nested = config.child(NESTED_CONFIG)
     if nested is None:
         if config.data.get("speculators_model_type") is not None or "Eagle3Speculator" in config.texts("architectures"):
-            raise ConfigError(f"{config.file}: {NESTED_CONFIG}: expected an object in a speculators checkpoint, got none")
+            raise ConfigError(
+                f"{config.file}: {NESTED_CONFIG}: expected an object in a speculators checkpoint, got none"
+            )
         return config
     return nested

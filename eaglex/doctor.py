@@ -1,7 +1,7 @@
-"""`eaglex doctor`: verdicts on this machine, each with one fix. Standard library only, and works when nothing else does.
+"""`eaglex doctor`: verdicts on this machine, each with one fix. Standard library only: it works when little else does.
 
-Everything that can crash or hang (importing torch, the extension, CUDA) happens in a process of its own (doctor_probe), with a
-deadline. A machine without a GPU is no failure: the CPU backend runs there.
+Everything that can crash or hang (importing torch, the extension, CUDA) happens in a process of its own
+(doctor_probe), with a deadline. A machine without a GPU is no failure: the CPU backend runs there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ def examine() -> list[Finding]:
         ("torch", lambda: [torch(probe)]),
         ("packages", packages),
         ("extension", lambda: [extension(probe)]),
-        ("compiler", lambda: compilers(extension_works="info" in probe.get("extension", {}), gpu=bool(probe.get("gpus", {}).get("gpus")))),
+        (
+            "compiler",
+            lambda: compilers(
+                extension_works="info" in probe.get("extension", {}), gpu=bool(probe.get("gpus", {}).get("gpus"))
+            ),
+        ),
         ("gpus", lambda: gpus(probe, shutil.which("nvidia-smi") is not None)),
         ("libraries", lambda: libraries(probe, installed())),
         ("sglang", lambda: sglang(_version("sglang"), plugin_names(), os.environ.get("SGLANG_PLUGINS"))),
@@ -72,8 +77,15 @@ def examine() -> list[Finding]:
     for topic, check in checks:
         try:
             findings += check()
-        except Exception as error:  # noqa: BLE001 - doctor must end with a report, whatever one check meets
-            findings.append(Finding(topic, Verdict.FAIL, f"this check broke: {type(error).__name__}: {error}", "report it, with this line"))
+        except Exception as error:
+            findings.append(
+                Finding(
+                    topic,
+                    Verdict.FAIL,
+                    f"this check broke: {type(error).__name__}: {error}",
+                    "report it, with this line",
+                )
+            )
     return findings
 
 
@@ -96,23 +108,38 @@ def report(findings: list[Finding]) -> str:
 
 def as_json(findings: list[Finding]) -> str:
     """One JSON object: the findings and the number of failures."""
-    return json.dumps({"findings": [{**dataclasses.asdict(f), "verdict": f.verdict.value} for f in findings],
-                       "failures": failures(findings)}, indent=1)
+    return json.dumps(
+        {
+            "findings": [{**dataclasses.asdict(f), "verdict": f.verdict.value} for f in findings],
+            "failures": failures(findings),
+        },
+        indent=1,
+    )
 
 
 def run_probe(seconds: float = PROBE_SECONDS) -> dict[str, dict[str, Any]]:
     """Stage → facts of doctor_probe. A stage that crashed or hung is missing; "probe" then says how it ended."""
     import eaglex
 
+    # -P: a script's own folder would come first on the path, and eaglex/inspect.py in front of the standard inspect.
     script = Path(__file__).with_name("doctor_probe.py")
     root = str(Path(eaglex.__file__).parent.parent)
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
-        done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=seconds, check=False,
-                              env={**os.environ, "PYTHONPATH": paths})
-        output, ending = done.stdout, f"exit code {done.returncode}: {_last_line(done.stderr)}" if done.returncode else ""
+        done = subprocess.run(
+            [sys.executable, "-P", str(script)],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        output, ending = (
+            done.stdout,
+            f"exit code {done.returncode}: {_last_line(done.stderr)}" if done.returncode else "",
+        )
     except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        output = _text(late.stdout)
         ending = f"no answer within {seconds:g} s"
     stages: dict[str, dict[str, Any]] = {}
     for line in output.splitlines():
@@ -152,7 +179,11 @@ def packages() -> list[Finding]:
     versions = {name: _version(name) for name in ("safetensors", "huggingface_hub")}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        return [Finding("packages", Verdict.FAIL, f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")]
+        return [
+            Finding(
+                "packages", Verdict.FAIL, f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+            )
+        ]
     return [Finding("packages", Verdict.OK, ", ".join(f"{n} {v}" for n, v in versions.items()))]
 
 
@@ -164,16 +195,24 @@ def extension(probe: Probe) -> Finding:
     if "error" in found:
         return Finding("extension", Verdict.FAIL, f"eaglex._C cannot be imported: {found['error']}", fix)
     info = ", ".join(f"{k} {v}" for k, v in found["info"].items()) or "no build information"
-    if probe.get("gpus", {}).get("gpus") and found["info"].get("cuda") in (False, None, "", "none"):
-        return Finding("extension", Verdict.WARN, f"{info}: built without CUDA on a machine with a GPU",
-                       "EAGLEX_CUDA=ON pip install -e . (needs nvcc >= 12.8)")
+    if probe.get("gpus", {}).get("gpus") and found["info"].get("cuda", True) in (False, None, "", "none"):
+        return Finding(
+            "extension",
+            Verdict.WARN,
+            f"{info}: built without CUDA on a machine with a GPU",
+            "EAGLEX_CUDA=ON pip install -e . (needs nvcc >= 12.8)",
+        )
     return Finding("extension", Verdict.OK, info)
 
 
 def compilers(*, extension_works: bool, gpu: bool) -> list[Finding]:
     """What building the extension needs. Nothing of it is needed once the extension works."""
-    tools = (("g++", GXX, "apt-get install g++", True), ("cmake", CMAKE, "pip install cmake", True),
-             ("ninja", (0,), "pip install ninja", False), ("nvcc", NVCC, "install the CUDA toolkit >= 12.8, or build with EAGLEX_CUDA=OFF", False))
+    tools = (
+        ("g++", GXX, "apt-get install g++", True),
+        ("cmake", CMAKE, "pip install cmake", True),
+        ("ninja", (0,), "pip install ninja", False),
+        ("nvcc", NVCC, "install the CUDA toolkit >= 12.8, or build with EAGLEX_CUDA=OFF", False),
+    )
     findings = []
     for name, least, fix, needed in tools:
         version = _tool_version(name)
@@ -195,23 +234,53 @@ def gpus(probe: Probe, smi: bool) -> list[Finding]:
     if found is None:
         if "version" not in probe.get("torch", {}):
             return [Finding("gpus", Verdict.WARN, "unknown: torch cannot be imported", "see torch")]
-        return [Finding("gpus", Verdict.FAIL, f"asking CUDA failed: {_ending(probe)}", "nvidia-smi; reboot or reload the driver")]
+        return [
+            Finding(
+                "gpus", Verdict.FAIL, f"asking CUDA failed: {_ending(probe)}", "nvidia-smi; reboot or reload the driver"
+            )
+        ]
     devices = found["gpus"]
     if not devices:
         if smi and probe["torch"].get("cuda"):
-            return [Finding("gpus", Verdict.FAIL, "nvidia-smi is here, but torch sees no GPU",
-                            f"a driver for CUDA {probe['torch']['cuda']} or newer; check CUDA_VISIBLE_DEVICES")]
-        return [Finding("gpus", Verdict.WARN, "none: the CPU backend runs here", "nothing, if this machine has no NVIDIA GPU; else install its driver")]
-    names = ", ".join(f"{i}: {g['name']} (sm_{g['capability'].replace('.', '')}, {g['memory'] / 2**30:.0f} GiB)" for i, g in enumerate(devices))
+            return [
+                Finding(
+                    "gpus",
+                    Verdict.FAIL,
+                    "nvidia-smi is here, but torch sees no GPU",
+                    f"a driver for CUDA {probe['torch']['cuda']} or newer; check CUDA_VISIBLE_DEVICES",
+                )
+            ]
+        return [
+            Finding(
+                "gpus",
+                Verdict.WARN,
+                "none: the CPU backend runs here",
+                "nothing, if this machine has no NVIDIA GPU; else install its driver",
+            )
+        ]
+    names = ", ".join(
+        f"{i}: {g['name']} (sm_{g['capability'].replace('.', '')}, {g['memory'] / 2**30:.0f} GiB)"
+        for i, g in enumerate(devices)
+    )
     old = [g["name"] for g in devices if _numbers(g["capability"]) < MIN_CAPABILITY]
-    findings = [Finding("gpus", Verdict.FAIL, f"{names}; no kernels for {', '.join(old)}", "use a GPU of sm_80 or newer") if old
-                else Finding("gpus", Verdict.OK, names)]
+    findings = [
+        Finding("gpus", Verdict.FAIL, f"{names}; no kernels for {', '.join(old)}", "use a GPU of sm_80 or newer")
+        if old
+        else Finding("gpus", Verdict.OK, names)
+    ]
     if len(devices) > 1:
         apart = found["without_p2p"]
-        findings.append(Finding("p2p", Verdict.WARN, f"{len(apart)} of {len(devices) * (len(devices) - 1)} directions without peer access, "
-                                f"e.g. {apart[0][0]} to {apart[0][1]}: results go through pinned host memory",
-                                "nvidia-smi topo -p2p r; IOMMU off or ACS off, or a driver with P2P") if apart
-                        else Finding("p2p", Verdict.OK, "every GPU reaches every other"))
+        findings.append(
+            Finding(
+                "p2p",
+                Verdict.WARN,
+                f"{len(apart)} of {len(devices) * (len(devices) - 1)} directions without peer access, "
+                f"e.g. {apart[0][0]} to {apart[0][1]}: results go through pinned host memory",
+                "nvidia-smi topo -p2p r; IOMMU off or ACS off, or a driver with P2P",
+            )
+            if apart
+            else Finding("p2p", Verdict.OK, "every GPU reaches every other")
+        )
     return findings
 
 
@@ -231,16 +300,39 @@ def libraries(probe: Probe, packages: Mapping[str, str]) -> list[Finding]:
         copies = found.get(prefix, {})
         pip = {name: version for name, version in packages.items() if word in name}
         wheels = f"installed {', '.join(f'{n} {v}' for n, v in pip.items()) or 'none by pip'}"
-        text = "; ".join(f"loaded {_dotted(prefix, v)} ({path})" for path, v in copies.items()) or "not loaded (torch without CUDA)"
+        text = (
+            "; ".join(f"loaded {_dotted(prefix, v)} ({path})" for path, v in copies.items())
+            or "not loaded (torch without CUDA)"
+        )
         loaded = {_dotted(prefix, v) for v in copies.values() if v}
         if len(copies) > 1:
-            findings.append(Finding(topic, Verdict.FAIL if topic == "nccl" else Verdict.WARN, f"two copies in one process: {text}; {wheels}",
-                                    f"keep one: pip uninstall the {word} wheel that torch does not need; unset LD_LIBRARY_PATH, LD_PRELOAD"))
+            findings.append(
+                Finding(
+                    topic,
+                    Verdict.FAIL if topic == "nccl" else Verdict.WARN,
+                    f"two copies in one process: {text}; {wheels}",
+                    f"keep one: pip uninstall the {word} wheel that torch does not need; unset LD_LIBRARY_PATH, "
+                    "LD_PRELOAD",
+                )
+            )
         elif topic == "nccl" and len(pip) > 1:
-            findings.append(Finding(topic, Verdict.WARN, f"{text}; {wheels}", "keep the wheel of torch's CUDA version alone"))
-        elif topic == "nccl" and loaded and pip and not any(v.startswith(n) or n.startswith(v) for v in pip.values() for n in loaded):
-            findings.append(Finding(topic, Verdict.WARN, f"{text}; {wheels}: not the installed one",
-                                    "unset LD_LIBRARY_PATH and LD_PRELOAD, or uninstall the wheel"))
+            findings.append(
+                Finding(topic, Verdict.WARN, f"{text}; {wheels}", "keep the wheel of torch's CUDA version alone")
+            )
+        elif (
+            topic == "nccl"
+            and loaded
+            and pip
+            and not any(v.startswith(n) or n.startswith(v) for v in pip.values() for n in loaded)
+        ):
+            findings.append(
+                Finding(
+                    topic,
+                    Verdict.WARN,
+                    f"{text}; {wheels}: not the installed one",
+                    "unset LD_LIBRARY_PATH and LD_PRELOAD, or uninstall the wheel",
+                )
+            )
         else:
             findings.append(Finding(topic, Verdict.OK, f"{text}; {wheels}"))
     return findings
@@ -259,11 +351,29 @@ def sglang(version: str | None, plugins: list[str], allowed: str | None) -> list
     if SGLANG[0] <= _numbers(version)[:3] <= SGLANG[1]:
         findings = [Finding("sglang", Verdict.OK, version)]
     else:
-        findings = [Finding("sglang", Verdict.FAIL, f"{version}: outside {low} to {high}", f"pip install 'sglang>={low},<={high}'")]
+        findings = [
+            Finding(
+                "sglang", Verdict.FAIL, f"{version}: outside {low} to {high}", f"pip install 'sglang>={low},<={high}'"
+            )
+        ]
     if "eaglex" not in plugins:
-        findings.append(Finding("plugin", Verdict.FAIL, f"no entry point eaglex in {PLUGIN_GROUP}", "pip install eaglex again (not PYTHONPATH)"))
+        findings.append(
+            Finding(
+                "plugin",
+                Verdict.FAIL,
+                f"no entry point eaglex in {PLUGIN_GROUP}",
+                "pip install eaglex again (not PYTHONPATH)",
+            )
+        )
     elif allowed is not None and "eaglex" not in [name.strip() for name in allowed.split(",")]:
-        findings.append(Finding("plugin", Verdict.FAIL, f"SGLANG_PLUGINS={allowed} excludes eaglex", "unset SGLANG_PLUGINS, or add eaglex to it"))
+        findings.append(
+            Finding(
+                "plugin",
+                Verdict.FAIL,
+                f"SGLANG_PLUGINS={allowed} excludes eaglex",
+                "unset SGLANG_PLUGINS, or add eaglex to it",
+            )
+        )
     else:
         findings.append(Finding("plugin", Verdict.OK, f"entry point eaglex in {PLUGIN_GROUP}"))
     return findings
@@ -291,6 +401,11 @@ def environment() -> list[Finding]:
 
 def _ending(probe: Probe) -> str:
     return str(probe.get("probe", {}).get("ending", "no answer"))
+
+
+def _text(output: object) -> str:
+    """What a process printed before its deadline; bytes even where text was asked for."""
+    return output.decode(errors="replace") if isinstance(output, bytes) else str(output or "")
 
 
 def _last_line(text: str) -> str:

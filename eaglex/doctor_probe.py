@@ -1,7 +1,7 @@
 """What importing torch and the extension brings into a process; run by doctor as a process of its own.
 
-Prints one JSON object per stage as it succeeds, so that a crash or a hang in one stage leaves those before it readable. No import
-of eaglex itself at the top: the stage that fails must be the one that is named.
+Prints one JSON object per stage as it succeeds, so that a crash or a hang in one stage leaves those before it
+readable. No import of eaglex itself at the top: the stage that fails must be the one that is named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def probe_extension() -> None:
     """Import the compiled extension; what it says about its own build."""
     try:
         from eaglex import _C  # type: ignore[attr-defined, unused-ignore]
-    except Exception as error:  # noqa: BLE001 - whatever stops the import is the finding
+    except Exception as error:
         say("extension", error=f"{type(error).__name__}: {error}")
         return
     info = _C.build_info() if hasattr(_C, "build_info") else {}
@@ -66,8 +66,16 @@ def probe_gpus(torch: Any) -> None:
     gpus = []
     for i in range(count):
         properties = torch.cuda.get_device_properties(i)
-        gpus.append({"name": properties.name, "capability": f"{properties.major}.{properties.minor}", "memory": properties.total_memory})
-    apart = [[i, j] for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)]
+        gpus.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory": properties.total_memory,
+            }
+        )
+    apart = [
+        [i, j] for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
+    ]
     say("gpus", gpus=gpus, without_p2p=apart)
 
 
@@ -75,7 +83,7 @@ def main() -> None:
     """All stages in order."""
     try:
         torch = probe_torch()
-    except Exception as error:  # noqa: BLE001 - whatever stops the import is the finding
+    except Exception as error:
         say("torch", error=f"{type(error).__name__}: {error}")
         torch = None
     probe_extension()

@@ -17,7 +17,7 @@ _ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Bytes of one draft on its GPU. A step reads every weight but `fc` (read once per cycle) and the embedding (one row)."""
+    """Bytes of one draft on its GPU. A step reads all weights but `fc` (once per cycle) and the embedding (one row)."""
 
     parameters: int
     step_bytes: int
@@ -27,7 +27,7 @@ class Cost:
     kv_bytes_per_token: int
 
     def floor_us(self, bandwidth_tb_s: float) -> float:
-        """The time in microseconds below which no step at batch 1 can get: its weight bytes over the memory bandwidth."""
+        """Microseconds below which no step at batch 1 can get: its weight bytes over the memory bandwidth."""
         return self.step_bytes / bandwidth_tb_s / 1e6
 
 
@@ -40,9 +40,14 @@ def cost(config: DraftConfig, dtype: str) -> Cost:
             counts[name] = shape[0] * (shape[1] if len(shape) > 1 else 1)
     fuse = sum(n for name, n in counts.items() if name == "fc" or name.startswith("aux_norms"))
     step = sum(counts.values()) - fuse - counts["embed_tokens"] + config.hidden_size
-    return Cost(parameters=sum(counts.values()), step_bytes=step * size, fuse_bytes=fuse * size,
-                weights_bytes=(sum(counts.values()) - counts["embed_tokens"]) * size, embedding_bytes=counts["embed_tokens"] * size,
-                kv_bytes_per_token=2 * config.num_layers * config.kv_size * size)
+    return Cost(
+        parameters=sum(counts.values()),
+        step_bytes=step * size,
+        fuse_bytes=fuse * size,
+        weights_bytes=(sum(counts.values()) - counts["embed_tokens"]) * size,
+        embedding_bytes=counts["embed_tokens"] * size,
+        kv_bytes_per_token=2 * config.num_layers * config.kv_size * size,
+    )
 
 
 def report(facts: Facts, bandwidth_tb_s: float | None = None) -> str:
@@ -52,8 +57,10 @@ def report(facts: Facts, bandwidth_tb_s: float | None = None) -> str:
         *facts.lines(),
         f"parameters: {c.parameters / 1e6:,.1f} M (embedding included)",
         f"bytes read per step: {_amount(c.step_bytes)}; fuse, once per cycle: {_amount(c.fuse_bytes)}",
-        f"memory on the draft GPU: weights {_amount(c.weights_bytes)}, full embedding copy {_amount(c.embedding_bytes)}, "
-        f"KV {c.kv_bytes_per_token:,} B per token"]
+        f"memory on the draft GPU: weights {_amount(c.weights_bytes)}, full embedding copy "
+        f"{_amount(c.embedding_bytes)}, "
+        f"KV {c.kv_bytes_per_token:,} B per token",
+    ]
     if bandwidth_tb_s is not None:
         lines.append(f"step floor: {c.floor_us(bandwidth_tb_s):,.1f} us at {bandwidth_tb_s:g} TB/s, batch 1, no KV")
     return "\n".join(lines)
@@ -64,13 +71,26 @@ def as_json(facts: Facts, bandwidth_tb_s: float | None = None) -> dict[str, Any]
     c = cost(facts.config, facts.dtype)
     aux = facts.aux
     return {
-        "checkpoint": facts.label, "dialect": facts.dialect.name.lower(), "architectures": list(facts.architectures),
-        "dtype": facts.dtype.lower(), "config": _plain(dataclasses.asdict(facts.config)), "d2t": facts.d2t is not None,
-        "aux_layers": {"ids": aux.ids and list(aux.ids), "convention": aux.convention.value, "origin": aux.origin,
-                       "output_ids": aux.output_ids and list(aux.output_ids)},
-        "from_target": list(facts.borrowed), "missing_without_target": list(facts.absent), "notes": list(facts.notes),
-        "file_bytes": facts.file_bytes, **dataclasses.asdict(c), "bandwidth_tb_s": bandwidth_tb_s,
-        "step_floor_us": None if bandwidth_tb_s is None else c.floor_us(bandwidth_tb_s)}
+        "checkpoint": facts.label,
+        "dialect": facts.dialect.name.lower(),
+        "architectures": list(facts.architectures),
+        "dtype": facts.dtype.lower(),
+        "config": _plain(dataclasses.asdict(facts.config)),
+        "d2t": facts.d2t is not None,
+        "aux_layers": {
+            "ids": aux.ids and list(aux.ids),
+            "convention": aux.convention.value,
+            "origin": aux.origin,
+            "output_ids": aux.output_ids and list(aux.output_ids),
+        },
+        "from_target": list(facts.borrowed),
+        "missing_without_target": list(facts.absent),
+        "notes": list(facts.notes),
+        "file_bytes": facts.file_bytes,
+        **dataclasses.asdict(c),
+        "bandwidth_tb_s": bandwidth_tb_s,
+        "step_floor_us": None if bandwidth_tb_s is None else c.floor_us(bandwidth_tb_s),
+    }
 
 
 def _plain(value: Any) -> Any:

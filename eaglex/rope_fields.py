@@ -1,4 +1,4 @@
-"""Rotary position embedding out of a config: rope_theta, rope_scaling (old and new keys), rope_parameters (transformers 5)."""
+"""RoPE out of a config: rope_theta, rope_scaling (old and new keys), rope_parameters (transformers 5)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,33 @@ from eaglex.fields import Fields, agree, shown
 _DEFAULT_THETA = 10000.0  # LlamaConfig's
 _MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
 _KNOWN = _MROPE_KEYS | {
-    "type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor",
-    "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate", "finetuned",
-    "long_factor", "short_factor", "short_mscale", "long_mscale",  # longrope's, refused by its type
+    "type",
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+    "finetuned",
+    "long_factor",
+    "short_factor",
+    "short_mscale",
+    "long_mscale",  # longrope's, refused by its type
 }
 
 
 def read(layer: Fields, head_dim: int) -> tuple[RopeConfig, int, list[str]]:
     """RopeConfig, rotary_dim and notes for the report. ConfigError names an unknown scaling, key or a contradiction.
 
-    mrope gives text one position on all three axes, so for text it is plain RoPE; that is what a draft runs, and a note says so.
+    mrope gives text one position on all three axes, so for text it is plain RoPE; that is what a draft runs, and a
+    note says so.
     """
     notes: list[str] = []
     scaling, parameters = layer.child("rope_scaling"), layer.child("rope_parameters")
@@ -37,8 +54,15 @@ def read(layer: Fields, head_dim: int) -> tuple[RopeConfig, int, list[str]]:
     if len(set(kinds.values())) > 1 and parameters is not None and scaling is not None:
         parameters.fail("rope_type", f"{shown(kinds[scaling])} as in {scaling.where('rope_type')}", kinds[parameters])
     source, kind = next(iter(kinds.items()), (None, "default"))
-    if any(_MROPE_KEYS & f.data.keys() or "mrope" in (f.data.get("type"), f.data.get("rope_type")) for f in spots if f is not layer):
-        notes.append("mrope: the draft runs plain RoPE, which is equal for text only; requests with images must not be drafted for")
+    if any(
+        _MROPE_KEYS & f.data.keys() or "mrope" in (f.data.get("type"), f.data.get("rope_type"))
+        for f in spots
+        if f is not layer
+    ):
+        notes.append(
+            "mrope: the draft runs plain RoPE, which is equal for text only; requests with images must not be "
+            "drafted for"
+        )
     if kind == "default" or source is None:
         return RopeConfig(theta=theta), rotary_dim, notes
     try:
@@ -58,33 +82,56 @@ def _scaled(layer: Fields, source: Fields, kind: RopeScaling, theta: float, note
         if kind is RopeScaling.LLAMA3 or longest is None:
             source.fail("original_max_position_embeddings", f"an integer >= 1 for {kind.value}")
         original = longest
-        notes.append(f"{source.where('original_max_position_embeddings')} is absent: max_position_embeddings={longest} is taken, "
-                     f"as Hugging Face does")
+        notes.append(
+            f"{source.where('original_max_position_embeddings')} is absent: max_position_embeddings={longest} is "
+            "taken, "
+            f"as Hugging Face does"
+        )
     if factor is None:
         if kind is not RopeScaling.YARN or longest is None or original is None or longest < original:
             source.fail("factor", f"a finite number >= 1 for {kind.value}")
         factor = longest / original
-        notes.append(f"{source.where('factor')} is absent: max_position_embeddings / original_max_position_embeddings = {factor:g} is taken")
+        notes.append(
+            f"{source.where('factor')} is absent: max_position_embeddings / original_max_position_embeddings = "
+            f"{factor:g} is taken"
+        )
     if kind is RopeScaling.LINEAR:
         return RopeConfig(theta=theta, scaling=kind, factor=factor)
     assert original is not None
     if kind is RopeScaling.LLAMA3:
         low, high = source.number("low_freq_factor"), source.number("high_freq_factor")
         if low is None or high is None or not high > low > 0:
-            source.fail("high_freq_factor" if low else "low_freq_factor", "high_freq_factor > low_freq_factor > 0 for llama3",
-                        [low, high])
-        return RopeConfig(theta=theta, scaling=kind, factor=factor, original_max_position_embeddings=original,
-                          low_freq_factor=low, high_freq_factor=high)
+            source.fail(
+                "high_freq_factor" if low else "low_freq_factor",
+                "high_freq_factor > low_freq_factor > 0 for llama3",
+                [low, high],
+            )
+        return RopeConfig(
+            theta=theta,
+            scaling=kind,
+            factor=factor,
+            original_max_position_embeddings=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
     attention_factor = source.number("attention_factor")
     if attention_factor == 0:
         source.fail("attention_factor", "> 0")
     truncate = source.flag("truncate")
     if theta <= 1:
         layer.fail("rope_theta", "> 1 for yarn", theta)
-    return RopeConfig(theta=theta, scaling=kind, factor=factor, original_max_position_embeddings=original,
-                      beta_fast=_positive(source, "beta_fast", 32.0), beta_slow=_positive(source, "beta_slow", 1.0),
-                      mscale=source.number("mscale") or 0.0, mscale_all_dim=source.number("mscale_all_dim") or 0.0,
-                      attention_factor=attention_factor, truncate=True if truncate is None else truncate)
+    return RopeConfig(
+        theta=theta,
+        scaling=kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_positive(source, "beta_fast", 32.0),
+        beta_slow=_positive(source, "beta_slow", 1.0),
+        mscale=source.number("mscale") or 0.0,
+        mscale_all_dim=source.number("mscale_all_dim") or 0.0,
+        attention_factor=attention_factor,
+        truncate=True if truncate is None else truncate,
+    )
 
 
 def _positive(source: Fields, name: str, default: float) -> float:

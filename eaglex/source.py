@@ -96,7 +96,9 @@ class Source:
         checked: dict[str, str] = {}
         for name, file in shards.data.items():
             if not isinstance(file, str) or file not in self.names or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{path}: weight_map[{name!r}]: expected a safetensors file of {self.label}, got {file!r}")
+                raise CheckpointError(
+                    f"{path}: weight_map[{name!r}]: expected a safetensors file of {self.label}, got {file!r}"
+                )
             checked[name] = file
         return checked
 
@@ -108,15 +110,21 @@ class Source:
         if len(found) == 1:
             return found[0]
         if found:
-            raise CheckpointError(f"{self.label}: expected model.safetensors or {INDEX}, got {len(found)} others: {', '.join(found[:4])}")
+            raise CheckpointError(
+                f"{self.label}: expected model.safetensors or {INDEX}, got {len(found)} others: {', '.join(found[:4])}"
+            )
         pickles = sorted(name for name in self.names if name.endswith(_PICKLES))
         if pickles:
             raise CheckpointError(
-                f"{self.label}: expected safetensors, got {pickles[0]}: a pickle can run code when it is opened, so eaglex never "
-                f"does. If you trust it, convert it once, in its folder: python -c \"from torch import load; from safetensors.torch "
-                f"import save_file; save_file({{k: v.contiguous() for k, v in load('{pickles[0]}', 'cpu', weights_only=True).items()}}, "
-                f"'model.safetensors')\"")
-        raise CheckpointError(f"{self.label}: expected model.safetensors, got {', '.join(sorted(self.names)[:8]) or 'no files'}")
+                f"{self.label}: expected safetensors, got {pickles[0]}: a pickle can run code when it is opened, so "
+                "eaglex never does. If you trust it, convert it once, in its folder: "
+                'python -c "from torch import load; from safetensors.torch import save_file; '
+                f"save_file({{k: v.contiguous() for k, v in load('{pickles[0]}', 'cpu', weights_only=True).items()}}, "
+                f"'model.safetensors')\""
+            )
+        raise CheckpointError(
+            f"{self.label}: expected model.safetensors, got {', '.join(sorted(self.names)[:8]) or 'no files'}"
+        )
 
 
 class Folder(Source):
@@ -131,7 +139,7 @@ class Folder(Source):
 
 
 class Hub(Source):
-    """A checkpoint on the Hugging Face Hub, fetched file by file into its cache; HF_HUB_OFFLINE=1 reads the cache alone."""
+    """A checkpoint on the Hugging Face Hub, fetched file by file; HF_HUB_OFFLINE=1 reads the local cache alone."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
         self.repo, self.revision = repo, revision
@@ -146,7 +154,7 @@ class Hub(Source):
                 return [p.name for p in folder.iterdir() if p.is_file()]
             siblings = HfApi().model_info(self.repo, revision=self.revision, timeout=_HUB_SECONDS).siblings
             return [s.rfilename for s in siblings or []]
-        except Exception as error:  # noqa: BLE001 - transport, HTTP, cache and credential errors share no base class
+        except Exception as error:
             raise self._failed("a folder or a reachable Hub id", error) from error
 
     def path(self, name: str) -> Path:
@@ -154,7 +162,7 @@ class Hub(Source):
 
         try:
             return Path(hf_hub_download(self.repo, name, revision=self.revision))
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
             raise self._failed(name, error) from error
 
     def _failed(self, expected: str, error: Exception) -> CheckpointError:
@@ -179,13 +187,17 @@ def _header(path: Path, expected: set[str] | None) -> dict[str, TensorInfo]:
 
     try:
         with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
-            found = {name: TensorInfo(file=path, name=name, dtype=str(s.get_dtype()), shape=tuple(s.get_shape()))
-                     for name, s in slices.items()}
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            found = {
+                name: TensorInfo(file=path, name=name, dtype=str(s.get_dtype()), shape=tuple(s.get_shape()))
+                for name, s in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: expected a whole safetensors file, got {error}") from None
     if expected is not None and found.keys() != expected:
         name = min(found.keys() ^ expected)
-        raise CheckpointError(f"{path}: {name}: expected exactly the tensors that {INDEX} names for this file, "
-                              f"got it {'unlisted' if name in found else 'missing'}")
+        raise CheckpointError(
+            f"{path}: {name}: expected exactly the tensors that {INDEX} names for this file, "
+            f"got it {'unlisted' if name in found else 'missing'}"
+        )
     return found

@@ -1,4 +1,4 @@
-"""What a draft needs of its target, read from the target's files: sizes, context, and the embedding and head where they are shared."""
+"""What a draft needs of its target's files: sizes, context, and the embedding and head where they are shared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Target:
     num_layers: int
     vocab_size: int
     max_positions: int
-    tied: bool
+    tied: bool | None  # None: left to the default of its model class
     quantization: str | None
 
     def embed_tokens(self) -> TensorInfo:
@@ -34,16 +34,18 @@ class Target:
         return self._find(_EMBED, "embed_tokens.weight")
 
     def lm_head(self) -> TensorInfo:
-        """The header entry of the head [vocab, hidden]; the embedding where the target ties them and has no head of its own."""
+        """The header entry of the head [vocab, hidden]; the embedding where there is none and nothing says untied."""
         found = self.source.tensor(_HEAD)
         if found is not None:
             return found
-        return self.embed_tokens() if self.tied else self._find(_HEAD, "lm_head.weight")
+        return self._find(_HEAD, "lm_head.weight") if self.tied is False else self.embed_tokens()
 
     def _find(self, names: tuple[str, ...], what: str) -> TensorInfo:
         found = self.source.tensor(names)
         if found is None:
-            raise CheckpointError(f"{self.source.label}: expected {what} of the target under one of {', '.join(names)}, got none")
+            raise CheckpointError(
+                f"{self.source.label}: expected {what} of the target under one of {', '.join(names)}, got none"
+            )
         return found
 
 
@@ -54,12 +56,19 @@ def read_target(path_or_hub_id: str | Path, revision: str | None = None) -> Targ
         raise CheckpointError(f"{source.label}: expected {CONFIG} of the target, got none")
     config = read_json(source.path(CONFIG))
     text = next((child for name in _NESTED if (child := config.child(name)) is not None), config)
-    tied = text.flag("tie_word_embeddings") if text.flag("tie_word_embeddings") is not None else config.flag("tie_word_embeddings")
-    quantization = (config.child("quantization_config") or text.child("quantization_config"))
+    tied = text.flag("tie_word_embeddings")
+    tied = config.flag("tie_word_embeddings") if tied is None else tied
+    quantization = config.child("quantization_config") or text.child("quantization_config")
     return Target(
-        source=source, file=config.file, hidden_size=_required(text, "hidden_size"), num_layers=_required(text, "num_hidden_layers"),
-        vocab_size=_required(text, "vocab_size"), max_positions=_required(text, "max_position_embeddings"), tied=bool(tied),
-        quantization=None if quantization is None else quantization.text("quant_method") or "quantised")
+        source=source,
+        file=config.file,
+        hidden_size=_required(text, "hidden_size"),
+        num_layers=_required(text, "num_hidden_layers"),
+        vocab_size=_required(text, "vocab_size"),
+        max_positions=_required(text, "max_position_embeddings"),
+        tied=tied,
+        quantization=None if quantization is None else quantization.text("quant_method") or "quantised",
+    )
 
 
 def _required(fields: Fields, name: str) -> int:

@@ -1,4 +1,4 @@
-"""The two conventions of auxiliary layer ids: one table, the proof by an id that cannot be an output, and the overrides."""
+"""The two conventions of auxiliary layer ids: the table, the id that cannot be an output, and the overrides."""
 
 import pytest
 
@@ -11,19 +11,24 @@ OUTPUT, BEFORE = AuxConvention.OUTPUT, AuxConvention.CAPTURE_BEFORE
 
 
 def layers(config, *, speculators=False, num_aux=3, n=36, **arguments):
-    return resolve(Fields(config, "config.json"), speculators=speculators, num_aux=num_aux, num_target_layers=n, **arguments)
+    return resolve(
+        Fields(config, "config.json"), speculators=speculators, num_aux=num_aux, num_target_layers=n, **arguments
+    )
 
 
-@pytest.mark.parametrize(("config", "speculators", "convention", "outputs"), [
-    ({"eagle_config": {KEY: [1, 17, 32]}}, False, OUTPUT, (1, 17, 32)),
-    ({"eagle_config": {KEY: [24, 30, 36]}}, False, BEFORE, (23, 29, 35)),  # gpt-oss-120b v3: 36 of 36 layers
-    ({KEY: [2, 18, 33]}, True, BEFORE, (1, 17, 32)),
-    ({KEY: [2, 18, 33]}, False, BEFORE, (1, 17, 32)),
-    ({}, False, BEFORE, (1, 17, 32)),
-    ({"eagle_config": {}}, False, BEFORE, (1, 17, 32)),
-    ({"eagle_config": {KEY: None}}, True, BEFORE, (1, 17, 32)),
-    ({"eagle_config": {KEY: [1, 17, 32]}, KEY: [2, 18, 33]}, False, OUTPUT, (1, 17, 32)),
-])
+@pytest.mark.parametrize(
+    ("config", "speculators", "convention", "outputs"),
+    [
+        ({"eagle_config": {KEY: [1, 17, 32]}}, False, OUTPUT, (1, 17, 32)),
+        ({"eagle_config": {KEY: [24, 30, 36]}}, False, BEFORE, (23, 29, 35)),  # gpt-oss-120b v3: 36 of 36 layers
+        ({KEY: [2, 18, 33]}, True, BEFORE, (1, 17, 32)),
+        ({KEY: [2, 18, 33]}, False, BEFORE, (1, 17, 32)),
+        ({}, False, BEFORE, (1, 17, 32)),
+        ({"eagle_config": {}}, False, BEFORE, (1, 17, 32)),
+        ({"eagle_config": {KEY: None}}, True, BEFORE, (1, 17, 32)),
+        ({"eagle_config": {KEY: [1, 17, 32]}, KEY: [2, 18, 33]}, False, OUTPUT, (1, 17, 32)),
+    ],
+)
 def test_convention(config, speculators, convention, outputs):
     found = layers(config, speculators=speculators)
     assert (found.convention, found.output_ids) == (convention, outputs)
@@ -61,22 +66,25 @@ def test_arguments_win():
     assert layers(config, convention=BEFORE).output_ids == (0, 16, 31)
 
 
-@pytest.mark.parametrize(("config", "arguments", "named"), [
-    ({"eagle_config": {KEY: [1, 17]}}, {}, "expected 3 aux layer ids"),
-    ({"eagle_config": {KEY: [1, 1, 32]}}, {}, "distinct"),
-    ({"eagle_config": {KEY: [1, 17, 37]}}, {}, r"in 0\.\.35"),
-    ({"eagle_config": {KEY: [1, 17, -1]}}, {}, r"in 0\.\.35"),
-    ({KEY: [0, 18, 33]}, {}, r"in 1\.\.36"),
-    ({"eagle_config": {KEY: [1, 17, 32]}, KEY: [1, 17, 30]}, {}, "eagle_aux_hidden_state_layer_ids: expected"),
-    ({"eagle_config": {KEY: "1,2,3"}}, {}, "list of integers"),
-    ({"eagle_config": {KEY: [1, 2, True]}}, {}, "list of integers"),
-    ({"eagle_config": [1]}, {}, "eagle_config: expected an object"),
-    ({}, {"n": 6}, "distinct"),  # [2, 3, 3]
-    ({}, {"n": 2}, "expected ids"),
-    ({}, {"num_aux": 5}, "expected 5 ids"),
-    ({}, {"convention": OUTPUT}, "convention: expected none"),
-    ({"eagle_config": {KEY: [24, 30, 36]}}, {"convention": OUTPUT}, r"in 0\.\.35"),
-])
+@pytest.mark.parametrize(
+    ("config", "arguments", "named"),
+    [
+        ({"eagle_config": {KEY: [1, 17]}}, {}, "expected 3 aux layer ids"),
+        ({"eagle_config": {KEY: [1, 1, 32]}}, {}, "distinct"),
+        ({"eagle_config": {KEY: [1, 17, 37]}}, {}, r"in 0\.\.35"),
+        ({"eagle_config": {KEY: [1, 17, -1]}}, {}, r"in 0\.\.35"),
+        ({KEY: [0, 18, 33]}, {}, r"in 1\.\.36"),
+        ({"eagle_config": {KEY: [1, 17, 32]}, KEY: [1, 17, 30]}, {}, "eagle_aux_hidden_state_layer_ids: expected"),
+        ({"eagle_config": {KEY: "1,2,3"}}, {}, "list of integers"),
+        ({"eagle_config": {KEY: [1, 2, True]}}, {}, "list of integers"),
+        ({"eagle_config": [1]}, {}, "eagle_config: expected an object"),
+        ({}, {"n": 6}, "distinct"),  # [2, 3, 3]
+        ({}, {"n": 2}, "expected ids"),
+        ({}, {"num_aux": 5}, "expected 5 ids"),
+        ({}, {"convention": OUTPUT}, "convention: expected none"),
+        ({"eagle_config": {KEY: [24, 30, 36]}}, {"convention": OUTPUT}, r"in 0\.\.35"),
+    ],
+)
 def test_refusals(config, arguments, named):
     with pytest.raises(ConfigError, match=named):
         layers(config, **arguments)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from eaglex.checkpoint import load
 from eaglex.config import AuxNorm, EmbeddingNorm, NextHidden, Residual
 from eaglex.dialects import Dialect
+from eaglex.errors import CheckpointError, ConfigError
 
 
 def same_weights(a, b):
@@ -25,13 +26,27 @@ def test_specforge(toy, target):
     assert loaded.weights.fc.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(("prefix", "eagle", "architecture", "dialect"), [
-    ("layers.0.", None, "LlamaForCausalLMEagle3", Dialect.SGLANG),
-    ("layers.0.", {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_aux_hidden_state": True,
-                   "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
-                   "eagle_aux_hidden_state_layer_ids": []}, "LlamaForCausalLMEagle3", Dialect.MODELOPT),
-    ("layers.0.", None, "LlamaForCausalLM", Dialect.SGLANG),
-])
+@pytest.mark.parametrize(
+    ("prefix", "eagle", "architecture", "dialect"),
+    [
+        ("layers.0.", None, "LlamaForCausalLMEagle3", Dialect.SGLANG),
+        (
+            "layers.0.",
+            {
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_aux_hidden_state": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "eagle_aux_hidden_state_layer_ids": [],
+            },
+            "LlamaForCausalLMEagle3",
+            Dialect.MODELOPT,
+        ),
+        ("layers.0.", None, "LlamaForCausalLM", Dialect.SGLANG),
+    ],
+)
 def test_layers(make_toy, target, prefix, eagle, architecture, dialect):
     origin = load(make_toy("origin").write(), target=target)
     toy = make_toy()
@@ -50,8 +65,16 @@ def test_automodel_with_what_it_copies_from_the_target(make_toy, target):
     toy = make_toy()
     toy.rename(r"^midlayer\.", "layers.0.")
     toy.rename(r"^(layers|fc|norm|embed_tokens)\.", r"model.\1.")
-    toy.config |= {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 12, "model_type": "qwen3", "sliding_window": 128,
-                   "layer_types": ["sliding_attention", "full_attention"], "target_hidden_size": 32, "tie_word_embeddings": True}
+    toy.config |= {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "num_hidden_layers": 12,
+        "model_type": "qwen3",
+        "sliding_window": 128,
+        "quantization_config": {"quant_method": "fp8"},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "target_hidden_size": 32,
+        "tie_word_embeddings": True,
+    }
     loaded = load(toy.write(), target=target)
     assert loaded.facts.dialect is Dialect.AUTOMODEL
     assert loaded.config == origin.config
@@ -74,8 +97,13 @@ def test_speculators(make_toy, target):
     assert "verifier_lm_head.weight" in loaded.report
 
 
-@pytest.mark.parametrize("names", [("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"),
-                                   ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"),
+        ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"),
+    ],
+)
 @pytest.mark.parametrize("flag", ["fc_norm", "use_aux_norm", None])
 def test_eagle_3_1(toy, target, names, flag):
     gammas = [toy.normal(32) for _ in names]
@@ -156,10 +184,15 @@ def test_wider_target(make_toy, make_target):
 def test_nested_text_config_of_a_multimodal_target(toy, make_target):
     target = make_target()
     text = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 5}}))
+    (target / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 5}})
+    )
     del toy.tensors["embed_tokens.weight"]
     embed = toy.normal(128, 32)
-    save_file({"language_model.model.embed_tokens.weight": embed, "vision.embed_tokens.weight": toy.normal(3, 3)}, target / "model.safetensors")
+    save_file(
+        {"language_model.model.embed_tokens.weight": embed, "vision.embed_tokens.weight": toy.normal(3, 3)},
+        target / "model.safetensors",
+    )
     loaded = load(toy.write(), target=target)
     assert torch.equal(loaded.weights.embed_tokens, embed)
 
@@ -198,6 +231,82 @@ def test_context_is_the_targets(toy, make_target):
 
 def test_overrides_load_a_wrong_config(toy, target):
     toy.config["head_dim"] = 80
-    loaded = load(toy.write(), target=target, overrides={"head_dim": 8, "eagle_config.eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
+    loaded = load(
+        toy.write(),
+        target=target,
+        overrides={"head_dim": 8, "eagle_config.eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    )
     assert loaded.config.head_dim == 8
     assert loaded.aux.output_ids == (1, 2, 3)
+
+
+def test_a_misspelt_switch_is_reported(toy, target):
+    toy.config["norm_before_residul"] = True
+    assert "norm_before_residul is not a field that eaglex knows: meant as norm_before_residual?" in (
+        load(toy.write(), target=target).report
+    )
+
+
+def test_first_tokens_as_draft_vocabulary(toy, target):
+    """Differences of zero are no identity where the draft has fewer tokens."""
+    toy.tensors |= {"d2t": torch.zeros(40, dtype=torch.int64), "t2d": torch.arange(128) < 40}
+    assert torch.equal(load(toy.write(), target=target).weights.d2t, torch.zeros(40, dtype=torch.int64))
+
+
+def test_target_that_says_nothing_of_tying(toy, make_target):
+    target = make_target(tied=True)
+    sizes = json.loads((target / "config.json").read_text())
+    del sizes["tie_word_embeddings"]
+    (target / "config.json").write_text(json.dumps(sizes))
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del toy.tensors[name]
+    toy.config["draft_vocab_size"] = 128
+    loaded = load(toy.write(), target=target)
+    assert "lm_head is the target's (model.embed_tokens.weight" in loaded.report
+
+
+def test_layers_after_the_first_must_be_regular(toy, target):
+    toy.rename(r"^midlayer\.", "layers.0.")
+    toy.add_layer()
+    toy.config["eagle_config"] = {"next_layer_regular": False}
+    with pytest.raises(ConfigError, match=r"eagle_config\.next_layer_regular: expected true for a draft of 2 layers"):
+        load(toy.write(), target=target)
+
+
+def test_dtype_is_the_tensors(toy, target):
+    toy.config["torch_dtype"] = "float16"
+    loaded = load(toy.write(), target=target)
+    assert loaded.weights.fc.dtype is torch.bfloat16
+    assert 'torch_dtype="float16" of the config is ignored' in loaded.report
+
+
+def test_refusal_names_every_sign(toy, target):
+    """A family is refused with all that speaks for it, and unknown tensors are all named."""
+    toy.config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512}
+    toy.tensors["midlayer.self_attn.kv_b_proj.weight"] = toy.normal(8, 8)
+    with pytest.raises(CheckpointError) as caught:
+        load(toy.write(), target=target)
+    for sign in ("Eagle3DeepseekV2ForCausalLM", "kv_lora_rank=512", "tensor midlayer.self_attn.kv_b_proj.weight"):
+        assert sign in str(caught.value)
+
+
+def test_unknown_tensors_are_all_named(toy, target):
+    toy.tensors |= {f"midlayer.self_attn.{n}_norm.weight": toy.normal(8) for n in "qk"}
+    with pytest.raises(
+        CheckpointError, match=r"k_norm\.weight, midlayer\.self_attn\.q_norm\.weight: unexpected tensor"
+    ):
+        load(toy.write(), target=target)
+
+
+def test_quantised_draft_is_refused_by_its_scheme(toy, target):
+    """Not by the names of its scales, which are unknown tensors as well."""
+    toy.config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    toy.tensors["midlayer.mlp.up_proj.weight_scale"] = toy.normal(1)
+    with pytest.raises(ConfigError, match=r'quantization_config: expected none.*got "compressed-tensors"'):
+        load(toy.write(), target=target)
+
+
+def test_report_is_logged(toy, target, caplog):
+    with caplog.at_level("INFO", logger="eaglex"):
+        loaded = load(toy.write(), target=target)
+    assert loaded.report in caplog.text

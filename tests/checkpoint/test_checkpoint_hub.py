@@ -1,4 +1,4 @@
-"""Hub ids: the cache alone in offline mode, and a clear error for what it does not hold. Nothing here reaches a network."""
+"""Hub ids: the cache alone in offline mode, and a clear error for what it does not hold. No network is reached."""
 
 import huggingface_hub
 import pytest
@@ -11,7 +11,7 @@ from eaglex.errors import CheckpointError
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture()
+@pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An offline Hub with an empty cache of its own."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
