@@ -6,6 +6,7 @@
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstdint>
 #include <string>
@@ -279,8 +280,14 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_DRAFT_TOKENS") = eaglex::kMaxDraftTokens;
   m.attr("LANE_STATUS_COUNT") = eaglex::kNumLaneStatus;
 #ifdef EAGLEX_WITH_CUDA
-  m.attr("has_cuda") = true;
+  static constexpr bool kCuda = true;
 #else
-  m.attr("has_cuda") = false;
+  static constexpr bool kCuda = false;
 #endif
+  m.def("build_info", [] {
+        py::typing::Dict<py::str, py::object> info;
+        info["cuda"] = py::bool_(kCuda);
+        info["compiler"] = py::str(__VERSION__);
+        return info;
+      }, "What this extension was built with: cuda (bool), compiler (str).");
 }

@@ -52,12 +52,11 @@ def probe_torch() -> Any:
 def probe_extension() -> None:
     """Import the compiled extension; what it says about its own build."""
     try:
-        from eaglex import _C  # type: ignore[attr-defined, unused-ignore]
+        from eaglex import _C
     except Exception as error:
         say("extension", error=f"{type(error).__name__}: {error}")
         return
-    info = _C.build_info() if hasattr(_C, "build_info") else {}
-    say("extension", path=str(_C.__file__), info=info if isinstance(info, dict) else {"text": str(info)})
+    say("extension", path=str(_C.__file__), info=_C.build_info())
 
 
 def probe_gpus(torch: Any) -> None:

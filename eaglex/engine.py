@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
-from eaglex.errors import DeviceError, ShapeError
+from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
 
 if TYPE_CHECKING:
-    from eaglex import _C
     from eaglex.weights import DraftWeights
 
 
@@ -245,7 +244,7 @@ def _fill(target: Any, **values: Any) -> Any:
         try:
             setattr(target, name, value)
         except TypeError as error:
-            raise ShapeError(f"{name}: expected a tensor or None, got {type(value).__name__}") from error
+            raise ConfigError(f"{name}: expected another type, got {type(value).__name__} {value!r}") from error
     return target
 
 
@@ -253,7 +252,7 @@ def _fields(owner: Any) -> dict[str, Any]:
     return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
 
 
-def _config(binary: Any, config: DraftConfig, rope_factor: float) -> _C.DraftConfig:
+def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:
     values = _fields(config)
     del values["rope"]
     values["rope_factor"] = rope_factor
@@ -263,13 +262,13 @@ def _config(binary: Any, config: DraftConfig, rope_factor: float) -> _C.DraftCon
     return _fill(binary.DraftConfig(), **values)
 
 
-def _speculation(binary: Any, speculation: SpeculationConfig) -> _C.SpeculationConfig:
+def _speculation(binary: Any, speculation: SpeculationConfig) -> Any:
     values = _fields(speculation)
     values["sampling"] = getattr(binary.Sampling, speculation.sampling.name)
     return _fill(binary.SpeculationConfig(), **values)
 
 
-def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> _C.DraftWeights:
+def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
     layers = [
         _fill(binary.LayerWeights(), **{name: _plain(t) for name, t in _fields(layer).items()})
         for layer in weights.layers

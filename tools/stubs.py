@@ -33,7 +33,7 @@ def generate() -> str:
             raise SystemExit(f"pybind11-stubgen failed:\n{result.stdout}{result.stderr}")
         text = (Path(folder) / "eaglex" / "_C.pyi").read_text()
     text = re.sub(r":\n +\.\.\.$", ": ...", text.rstrip(), flags=re.MULTILINE)
-    text = re.sub(r"^(\w+: bool) = \w+$", r"\1", text, flags=re.MULTILINE)  # has_cuda depends on the build
+    text = re.sub(r"^(\w+: bool) = \w+$", r"\1", text, flags=re.MULTILINE)
     return HEADER + text + "\n"
 
 

@@ -47,7 +47,7 @@ struct KvPool {
 enum class LaneStatus : std::int32_t {
   kLive = 0,
   kPadded,     // request slot 0: touches nothing
-  kHeld,       // draft_from is false: K and V are written
+  kHeld,       // draft_from is false, or K is 0: K and V are written
   kNoRoom,     // the context has no room for K more tokens: K and V are written
   kNotFinite,  // NaN or infinity reached the logits
   kBadIndex,   // an id, length or slot out of range: touches nothing

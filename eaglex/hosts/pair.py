@@ -92,7 +92,7 @@ class Pair:
 
 def choose_device(name: str | None) -> torch.device:
     """The named device, by default a GPU if this build can use one. Raises ConfigError, DeviceError."""
-    built = bool(_extension().has_cuda)
+    built = bool(_extension().build_info()["cuda"])
     if name is None:
         return torch.device("cuda" if built and torch.cuda.is_available() else "cpu")
     try:
