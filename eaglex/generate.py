@@ -89,8 +89,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate and report; 1 where --check finds a difference. Raises EaglexError before a model is loaded."""
     speculation = _speculation(arguments)
-    # Read when torch loads. Two models take turns on the same threads: spinning ones, the default, wait for cores that the
-    # others hold (measured on 2 busy cores: a verification took 1.4 s instead of 0.1 s).
+    # Read when torch loads. Two models take turns on the same cores, and threads that spin between their turns, the
+    # default, are in the way: on 2 busy cores a verification took 1.4 s instead of 0.1 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from eaglex.aux_layers import AuxConvention
     from eaglex.hosts.pair import DTYPES, Pair, PairSource, choose_device

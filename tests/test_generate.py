@@ -372,3 +372,16 @@ def test_the_pair_with_other_auxiliary_layers(capsys):
     wrong = result(capsys)
     assert wrong["text"] == right["text"]
     assert wrong["accept_length"] < right["accept_length"] - 1
+
+
+@tiny
+def test_the_python_of_the_demo_page():
+    page = (generate.PAIR.parent.parent / "docs" / "demo.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False, env=environment,
+        cwd=generate.PAIR.parent.parent,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout.split()[-1]) > 1
