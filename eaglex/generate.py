@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +91,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate and report; 1 where --check finds a difference. Raises EaglexError before a model is loaded."""
     speculation = _speculation(arguments)
-    # Read when torch loads. Two models take turns on the same threads: spinning ones, the default, wait for cores that
-    # the others hold (measured on 2 busy cores: a verification took 1.4 s instead of 0.1 s).
+    # Read when torch loads. Two models take turns on the same cores, and threads that spin between their turns, the
+    # default, are in the way: on 2 busy cores a verification took 1.4 s instead of 0.1 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from eaglex.aux_layers import AuxConvention
     from eaglex.hosts.pair import DTYPES, Pair, PairSource, choose_device
@@ -118,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(arguments, done, host)))
     else:
         print(_report(done, speculation))
+    for warning in done.output.warnings:
+        print(f"eaglex: warning: {warning}", file=sys.stderr)
     if done.lossless is False:
         print(f"eaglex: {'error' if arguments.check else 'warning'}: {done.difference}", file=sys.stderr)
     return 1 if arguments.check and not done.lossless else 0
@@ -138,7 +142,7 @@ def _generate(
     write: Callable[[str], object] = (lambda piece: None) if arguments.json else _write
     write(text)
     stream = TextStream(pair.tokenizer, ids, write)
-    with bar(len(ids), "prompt") as prompt_bar:
+    with _warnings_held(), bar(len(ids), "prompt") as prompt_bar:
         output = host.generate(
             [ids],
             chosen,
@@ -162,6 +166,21 @@ def _generate(
         prompt=text, prompt_tokens=len(ids), text=stream.text, output=output, plain_tokens_per_second=rate,
         lossless=lossless, difference=difference,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _warnings_held() -> Iterator[None]:
+    """The host logs its warnings at once, into the middle of the text; here they come at the end."""
+    log = logging.getLogger("eaglex.hosts.transformers")
+
+    def drop(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)
 
 
 def _warm_up(host: TransformersHost, ids: list[int], chosen: GenerateOptions) -> None:

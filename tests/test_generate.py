@@ -325,7 +325,7 @@ def test_the_repositorys_pair_is_missing(capsys, monkeypatch, tmp_path):
     assert "--target and --draft: expected both where the repository's pair is not at" in capsys.readouterr().err
 
 
-def test_head_that_never_hits_is_warned_of(capsys, caplog, tmp_path):
+def test_head_that_never_hits_is_warned_of(capsys, tmp_path):
     config = hf_pair.draft_config(draft_vocab_size=2)
     weights = hf_pair.draft_weights(config)
     text = plain.generate(hf_target.HookedTarget(hf_pair.target_model(), hf_pair.AUX), [0, 2, 4, 1, 8, 14], count=60)
@@ -333,10 +333,11 @@ def test_head_that_never_hits_is_warned_of(capsys, caplog, tmp_path):
     weights.d2t.copy_(torch.tensor(unused) - torch.arange(2))
     pair = hf_pair.save_pair(tmp_path, config=config, weights=weights)
     assert command(pair, "--max-new-tokens", "60", "--json", "--check") == 0
-    found = result(capsys)
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
     expected = "accept length stays at 1.0 after 32 drafts: wrong head or wrong auxiliary layers?"
     assert found["warnings"] == [expected]
-    assert expected in caplog.text
+    assert captured.err == f"eaglex: warning: {expected}\n"
 
 
 tiny = pytest.mark.skipif(not (generate.PAIR / "draft" / "config.json").exists(), reason="models/tiny is not there")
@@ -372,3 +373,16 @@ def test_the_pair_with_other_auxiliary_layers(capsys):
     wrong = result(capsys)
     assert wrong["text"] == right["text"]
     assert wrong["accept_length"] < right["accept_length"] - 1
+
+
+@tiny
+def test_the_python_of_the_demo_page():
+    page = (generate.PAIR.parent.parent / "docs" / "demo.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False, env=environment,
+        cwd=generate.PAIR.parent.parent,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout.split()[-1]) > 1
