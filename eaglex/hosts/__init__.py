@@ -1,0 +1,1 @@
+"""Servers that eaglex plugs into, one folder each. Importing this package imports none of them."""
