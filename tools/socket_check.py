@@ -2,11 +2,14 @@
 """Compare EAGLEX with SGLang's own EAGLE3 on a GPU: tokens, accept lengths, and the time to the result copy.
 
     socket_check.py install SITE               # entry points of eaglex and of the probe, into a folder on PYTHONPATH
-    socket_check.py compare PAIR PROMPTS OUT   # every case under both algorithms; OUT/socket.json and logs
-    socket_check.py time OUT                   # dummy weights, Llama 8B shape with 8 layers; OUT/time.json
+    socket_check.py run PAIR PROMPTS OUT       # tokens and times under both algorithms; OUT/socket.json and logs
 
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. SITE and the folder that
-holds eaglex must be on PYTHONPATH. Engines of one wave run beside each other on one GPU. Exit status 1: something differs.
+holds eaglex must be on PYTHONPATH. The engines of a wave start and serve beside each other on one GPU. The times come
+from two engines with dummy weights of the Llama 8B sizes and 8 layers, measured in turn when no other engine runs.
+
+Environment: CASES, names separated by '; ' (default all); WAVE, engines beside each other; SECONDS_PER_WAVE and
+SECONDS_TO_TIME, deadlines; NO_TIMES=1. Exit status 1: something differs or is missing.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ CASES: dict[str, dict[str, Any]] = {
     "tree, page 64": TREE | {"page_size": 64},
     "tree, no overlap": TREE | {"disable_overlap_schedule": True},
     "tree, page 64, no overlap": TREE | {"disable_overlap_schedule": True, "page_size": 64},
-    "chain, 3 slots": CHAIN | {"max_running_requests": 3},
-    "tree, 3 slots, page 64": TREE | {"max_running_requests": 3, "page_size": 64},
+    "chain, 3 slots, page 64": CHAIN | {"max_running_requests": 3, "page_size": 64},
+    "tree, 3 slots": TREE | {"max_running_requests": 3},
     "chain, small pool": CHAIN | {"max_total_tokens": 4096, "max_running_requests": 24},
+    "tree, small pool": TREE | {"max_total_tokens": 4096, "max_running_requests": 24},
     "tree, small pool, page 64": TREE | {"max_total_tokens": 12288, "max_running_requests": 24, "page_size": 64},
     "chain, forced retraction": CHAIN | {"max_running_requests": 16},
     "tree, forced retraction": TREE | {"max_running_requests": 16},
@@ -86,8 +90,9 @@ def activate():
             kind, end, start, host = pending.pop(0)
             rows.append((kind, end.elapsed_time(start) * 1e3, host * 1e6))
             if len(rows) % 50 == 0:
-                with open(os.environ["SOCKET_PROBE"], "w") as file:
+                with open(os.environ["SOCKET_PROBE"] + ".part", "w") as file:
                     json.dump(rows, file)
+                os.replace(file.name, os.environ["SOCKET_PROBE"])
     GenerationBatchResult.copy_to_cpu = copy_to_cpu
 '''
 
@@ -192,8 +197,14 @@ def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> Non
         served = engine.loop.run_until_complete(serve(engine, requests))
         passes.append({"seconds": time.perf_counter() - start, "requests": served})
     flushed = engine.flush_cache()
-    out.write_text(json.dumps({"case": name, "algorithm": algorithm, "passes": passes, "flushed": bool(flushed)}))
-    engine.shutdown()
+    write(out, {"case": name, "algorithm": algorithm, "passes": passes, "flushed": bool(flushed)})
+
+
+def write(out: Path, value: Any) -> None:
+    """Whole or not at all: the file's presence tells that the process is done."""
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1))
+    part.rename(out)
 
 
 def compared(name: str, stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -229,57 +240,61 @@ def compared(name: str, stock: dict[str, Any], ours: dict[str, Any]) -> dict[str
     return row
 
 
-def launched(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as file:
+def launched(arguments: list[str], result: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with result.with_suffix(".log").open("wb") as file:
         return subprocess.Popen(
             [sys.executable, __file__, *arguments], stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment,
             start_new_session=True,
         )  # fmt: skip
 
 
-def finish(processes: dict[str, subprocess.Popen[bytes]], deadline: float) -> dict[str, int | None]:
-    """Exit codes by name; what runs past the deadline is killed with its children."""
-    codes: dict[str, int | None] = {}
-    for name, process in processes.items():
-        try:
-            codes[name] = process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            codes[name] = None
+def wait_for(files: list[Path], processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Until every file is there; False when the deadline passes, or when what is missing has no process any more."""
+    while time.monotonic() < deadline:
+        gone = [process.poll() is not None for process in processes]
+        missing = [number for number, file in enumerate(files) if not file.is_file()]
+        if not missing:
+            return True
+        if processes and all(gone[number] for number in missing):
+            return False
+        time.sleep(0.1)
+    return False
+
+
+def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """With their children; an engine of the host can hang while it shuts down."""
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-    return codes
+        process.wait()
 
 
-def compare(pair: Path, prompts: Path, out: Path, names: list[str], wave: int, seconds: float) -> int:
-    """All cases under both algorithms, `wave` engines beside each other, within `seconds` per wave."""
+def compare(pair: Path, prompts: Path, out: Path, names: list[str]) -> list[dict[str, Any]]:
+    """The named cases under both algorithms, in waves of engines."""
+    wave, seconds = int(os.environ.get("WAVE", "8")), float(os.environ.get("SECONDS_PER_WAVE", "150"))
     jobs = [(name, algorithm) for name in names for algorithm in ALGORITHMS]
-    files = {job: out / f"{job[0].replace(', ', '-').replace(' ', '_')}.{job[1]}" for job in jobs}
+    files = {job: out / f"{job[0].replace(', ', '-').replace(' ', '_')}.{job[1]}.json" for job in jobs}
     for first in range(0, len(jobs), wave):
-        processes = {}
-        for name, algorithm in jobs[first : first + wave]:
-            target = files[name, algorithm]
-            arguments = ["case", name, algorithm, str(pair), str(prompts), f"{target}.json"]
-            environment = ALIGNED | ENVIRONMENT.get(name, {})
-            processes[f"{name} {algorithm}"] = launched(arguments, Path(f"{target}.log"), environment)
-            time.sleep(0.5)
-        codes = finish(processes, time.monotonic() + seconds)
-        failed = {name: code for name, code in codes.items() if code != 0}
-        print(f"[{time.monotonic():.0f}] wave {first // wave}: {failed or 'all ended'}", flush=True)
+        batch = jobs[first : first + wave]
+        processes = []
+        for job in batch:
+            arguments = ["case", *job, str(pair), str(prompts), str(files[job])]
+            processes.append(launched(arguments, files[job], ALIGNED | ENVIRONMENT.get(job[0], {})))
+        ended = wait_for([files[job] for job in batch], processes, time.monotonic() + seconds)
+        kill(processes)
+        late = [job for job in batch if not files[job].is_file()]
+        print(f"wave {first // wave}: {'all ended' if ended else late}", flush=True)
     rows = []
     for name in names:
-        read = []
-        for algorithm in ALGORITHMS:
-            file = Path(f"{files[name, algorithm]}.json")
-            read.append(json.loads(file.read_text()) if file.is_file() else None)
+        read = [json.loads(files[name, a].read_text()) if files[name, a].is_file() else None for a in ALGORITHMS]
         rows.append(compared(name, *read) if all(read) else {"case": name, "equal": False, "missing": True})
-    (out / "socket.json").write_text(json.dumps({"about": about(), "cases": rows}, indent=1))
     for row in rows:
         accept = {key: round(value, 3) for key, value in row.get("accept_length", {}).items()}
         shown = ("prompts", "tokens", "accept_differs", "retracted", "aborted", "seconds")
         fields = {key: row.get(key) for key in shown}
         fields |= {"different": len(row.get("different", [])), "accept": accept, "error": row.get("first_error")}
         print("ok  " if row["equal"] else "FAIL", row["case"].ljust(28), fields, flush=True)
-    return 0 if all(row["equal"] for row in rows) else 1
+    return rows
 
 
 def about() -> dict[str, Any]:
@@ -298,15 +313,22 @@ def about() -> dict[str, Any]:
 
 
 SHAPE = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1,
     "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
+ROUNDS = 2
+
+
 def time_one(algorithm: str, out: Path) -> None:
-    """Cycles per second, time to first token, and the probe's times, with dummy weights (nothing is accepted)."""
+    """Cycles per second, time to first token, and the probe's times, with dummy weights (nothing is accepted).
+
+    Says that it is ready with `out.ready`, then measures once for each file `out.go0`, `out.go1` that appears, so that
+    two engines that are up at once can take turns.
+    """
     folders = {}
     for name, fields in {
         "target": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8},
@@ -316,53 +338,87 @@ def time_one(algorithm: str, out: Path) -> None:
         folders[name].mkdir(parents=True, exist_ok=True)
         (folders[name] / "config.json").write_text(json.dumps(SHAPE | fields))
     engine = engine_of(
-        str(folders["target"]), str(folders["draft"]), algorithm, load_format="dummy", mem_fraction_static=0.5,
-        context_length=4096, cuda_graph_max_bs_decode=8, disable_radix_cache=True, **CHAIN,
+        str(folders["target"]), str(folders["draft"]), algorithm, load_format="dummy", max_total_tokens=60000,
+        mem_fraction_static=0.4, context_length=4096, cuda_graph_max_bs_decode=8, disable_radix_cache=True, **CHAIN,
     )  # fmt: skip
     choose = random.Random(1)
 
-    def prompt(length: int) -> list[int]:
-        return [choose.randrange(10, 30000) for _ in range(length)]
-
     def run(batch: int, length: int, new: int) -> float:
-        ids = [prompt(length) for _ in range(batch)]
+        ids = [[choose.randrange(10, 30000) for _ in range(length)] for _ in range(batch)]
         start = time.perf_counter()
         engine.generate(input_ids=ids, sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": new})
         return (time.perf_counter() - start) * 1e3
 
-    result: dict[str, Any] = {"algorithm": algorithm, "ttft_ms": {}, "cycles_per_second": {}}
-    for batch in (1, 4, 8):
-        run(batch, 512, 16)
-        took = sorted(run(batch, 512, 200) for _ in range(3))
-        result["cycles_per_second"][batch] = round(200 / took[1] * 1e3, 1)
-    for length in (64, 512, 3000):
+    batches, lengths, rounds = (1, 8), (64, 512, 3000), []
+    for batch in batches:
+        run(batch, 512, 40)
+    for length in lengths:
         run(1, length, 1)
-        took = sorted(run(1, length, 1) for _ in range(31))
-        result["ttft_ms"][length] = {"median": round(took[15], 3), "p90": round(took[27], 3), "min": round(took[0], 3)}
-    rows = json.loads(Path(os.environ["SOCKET_PROBE"]).read_text())
-    for kind in ("verify", "prefill"):
-        for place, name in ((1, "gpu_us"), (2, "host_us")):
-            times = sorted(row[place] for row in rows if row[0] == kind)
-            if times:
-                at = {"median": len(times) // 2, "p90": len(times) * 9 // 10, "min": 0}
-                spread = {key: round(times[place_], 1) for key, place_ in at.items()}
-                result[f"{kind}_end_to_copy_{name}"] = spread | {"n": len(times)}
-    out.write_text(json.dumps(result, indent=1))
-    engine.shutdown()
+    write(out.with_suffix(".ready"), True)
+    for number in range(ROUNDS):
+        if not wait_for([out.with_suffix(f".go{number}")], [], time.monotonic() + 240):
+            return
+        result: dict[str, Any] = {"cycles_per_second": {}, "ttft_ms": {}}
+        for batch in batches:
+            took = sorted(run(batch, 64, 151) - run(batch, 64, 1) for _ in range(3))
+            result["cycles_per_second"][batch] = round(150 / took[1] * 1e3, 1)
+        for length in lengths:
+            result["ttft_ms"][length] = spread([run(1, length, 1) for _ in range(21)])
+        rounds.append(result)
+        probed = json.loads(Path(os.environ["SOCKET_PROBE"]).read_text())
+        for kind in ("verify", "prefill"):
+            for place, name in ((1, "gpu_us"), (2, "host_us")):
+                result[f"{kind}_end_to_copy_{name}"] = spread([row[place] for row in probed if row[0] == kind])
+        write(out.with_suffix(f".round{number}"), result)
 
 
-def time_both(out: Path, seconds: float) -> int:
-    """One engine after the other, so that neither slows the other; the order is EAGLE3, EAGLEX, EAGLE3, EAGLEX."""
-    results = []
-    for number, algorithm in enumerate(ALGORITHMS * 2):
-        file = out / f"time-{number}-{algorithm}.json"
-        environment = {"SOCKET_PROBE": str(out / f"probe-{number}.json")}
-        process = launched(["time_one", algorithm, str(file)], out / f"time-{number}-{algorithm}.log", environment)
-        code = finish({algorithm: process}, time.monotonic() + seconds)[algorithm]
-        results.append(json.loads(file.read_text()) if file.is_file() else {"algorithm": algorithm, "code": code})
-        print(json.dumps(results[-1]), flush=True)
-    (out / "time.json").write_text(json.dumps({"about": about(), "runs": results}, indent=1))
-    return 0
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 90th percentile, least, and how many."""
+    ordered = sorted(values)
+    if not ordered:
+        return {"n": 0}
+    at = {"median": len(ordered) // 2, "p90": len(ordered) * 9 // 10, "min": 0}
+    return {key: round(ordered[place], 3) for key, place in at.items()} | {"n": len(ordered)}
+
+
+class Timing:
+    """One engine of each algorithm, brought up together and measured in turn."""
+
+    def __init__(self, out: Path) -> None:
+        self.files = {algorithm: out / f"time-{algorithm}.json" for algorithm in ALGORITHMS}
+        self.processes = [
+            launched(["time_one", algorithm, str(file)], file, {"SOCKET_PROBE": str(out / f"probe-{algorithm}.txt")})
+            for algorithm, file in self.files.items()
+        ]
+
+    def measure(self, seconds: float) -> dict[str, list[Any]]:
+        """Rounds of each algorithm; what is not there by the deadline is left out."""
+        deadline = time.monotonic() + seconds
+        taken: dict[str, list[Any]] = {algorithm: [] for algorithm in ALGORITHMS}
+        if wait_for([file.with_suffix(".ready") for file in self.files.values()], self.processes, deadline):
+            for number in range(ROUNDS):
+                for algorithm, process in zip(ALGORITHMS, self.processes, strict=True):
+                    write(self.files[algorithm].with_suffix(f".go{number}"), True)
+                    done = self.files[algorithm].with_suffix(f".round{number}")
+                    if wait_for([done], [process], deadline):
+                        taken[algorithm].append(json.loads(done.read_text()))
+                        print(algorithm, number, json.dumps(taken[algorithm][-1]), flush=True)
+        kill(self.processes)
+        return taken
+
+
+def run(pair: Path, prompts: Path, out: Path) -> int:
+    """Tokens first, with the engines for the times coming up beside; then the times, alone on the GPU."""
+    names = os.environ["CASES"].split("; ") if os.environ.get("CASES") else list(CASES)
+    timing = None if os.environ.get("NO_TIMES") else Timing(out)
+    rows = compare(pair, prompts, out, names)
+    report: dict[str, Any] = {"about": about(), "cases": rows}
+    write(out / "socket.json", report)
+    if timing is not None:
+        report["times"] = timing.measure(float(os.environ.get("SECONDS_TO_TIME", "120")))
+        write(out / "socket.json", report)
+    timed = timing is None or all(len(rounds) == ROUNDS for rounds in report["times"].values())
+    return 0 if timed and all(row["equal"] for row in rows) else 1
 
 
 def main() -> int:
@@ -370,18 +426,14 @@ def main() -> int:
     if command == "install":
         install(Path(rest[0]))
         return 0
+    if command == "run":
+        return run(*(Path(part) for part in rest))
     if command == "case":
         case(rest[0], rest[1], *(Path(part) for part in rest[2:]))
-        return 0
-    if command == "compare":
-        names = os.environ.get("CASES", "").split("; ") if os.environ.get("CASES") else list(CASES)
-        wave, seconds = int(os.environ.get("WAVE", "8")), float(os.environ.get("SECONDS_PER_WAVE", "150"))
-        return compare(*(Path(part) for part in rest), names=names, wave=wave, seconds=seconds)
-    if command == "time":
-        return time_both(Path(rest[0]), float(os.environ.get("SECONDS_PER_ENGINE", "110")))
+        os._exit(0)  # the caller kills the engine's processes
     if command == "time_one":
         time_one(rest[0], Path(rest[1]))
-        return 0
+        os._exit(0)
     sys.exit(__doc__)
 
 
