@@ -156,6 +156,7 @@ class EagleDraftWorker:
 
     def _draft_extend_for_decode(self, batch: Batch, batch_result: Any) -> None:
         LOG.append(f"extend on {Stream.current.name}")
+        self.written = batch.out_cache_loc
         rows = batch.seq_lens.shape[0]
         last = torch.arange(rows) * N + batch_result.accept_lens - 1
         batch_result.next_draft_input.topk_index = batch_result.next_token_ids[last][:, None].to(torch.int64)
@@ -188,6 +189,7 @@ class EAGLEWorkerV2:
 
     def verify(self, batch: Batch, grammar_barrier: Any = None) -> Result:
         LOG.append(f"verify on {Stream.current.name}")
+        batch.out_cache_loc = batch.req_pool_indices * 1000  # looked up in the table of this moment
         candidates = batch.spec_info.draft_token.view(-1, N)
         drafted = batch.spec_info.retrieve_next_token[:, 0] >= 0
         accept_lens = torch.where(drafted, self.accepts + 1, 1).to(torch.int32)

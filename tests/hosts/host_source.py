@@ -68,11 +68,15 @@ class NameScan(ast.NodeVisitor):
     """
 
     path: str
+    lines: list[str]
     found: set[Comparison] = field(default_factory=set)
     scopes: list[str] = field(default_factory=list)
     aliases: list[set[str]] = field(default_factory=lambda: [set()])
 
-    def inside(self, node: ast.AST, name: str) -> None:
+    def inside(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, name: str) -> None:
+        text = "\n".join(self.lines[node.lineno - 1 : node.end_lineno])
+        if FIELD not in text and ENUM not in text and not self.aliases[-1]:
+            return  # most of the host; walking it takes the time
         self.scopes.append(name)
         self.aliases.append(set(self.aliases[-1]))
         self.generic_visit(node)
@@ -138,7 +142,7 @@ def name_comparisons(package: Path) -> frozenset[Comparison]:
         text = file.read_text(encoding="utf-8-sig")
         if FIELD not in text and ENUM not in text:
             continue
-        scan = NameScan(str(file.relative_to(package)))
+        scan = NameScan(str(file.relative_to(package)), text.splitlines())
         scan.visit(parse(file))
         found |= scan.found
     return frozenset(found)

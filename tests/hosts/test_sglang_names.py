@@ -54,7 +54,7 @@ def test_the_list_has_no_dead_entries() -> None:
 def test_the_scan_sees_a_planted_comparison(tmp_path: Path, body: str, names: set[str]) -> None:
     file = tmp_path / "planted.py"
     file.write_text(f"def check(args, speculative_algorithm=None, algo=None):\n    {body}\n")
-    scan = NameScan("planted.py")
+    scan = NameScan("planted.py", file.read_text().splitlines())
     scan.visit(parse(file))
     assert scan.found == {Comparison("planted.py", "check", frozenset(names))}
 
@@ -62,6 +62,6 @@ def test_the_scan_sees_a_planted_comparison(tmp_path: Path, body: str, names: se
 def test_the_scan_leaves_other_comparisons_alone(tmp_path: Path) -> None:
     file = tmp_path / "other.py"
     file.write_text("def check(args):\n    return args.speculative_algorithm is None or args.kind == 'EAGLE3'\n")
-    scan = NameScan("other.py")
+    scan = NameScan("other.py", file.read_text().splitlines())
     scan.visit(parse(file))
     assert not scan.found

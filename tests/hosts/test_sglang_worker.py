@@ -150,6 +150,14 @@ def test_the_host_gets_its_own_batch_back(worker: Any) -> None:
     assert batch.req_pool_indices.tolist() == [2]
 
 
+def test_extend_writes_where_verification_wrote(worker: Any) -> None:
+    """Not where the host's table points by then: the slot may have a new owner with a shared prefix."""
+    result = decode(worker, [2, 3], [5, 5], [20, 30])
+    worker._draft_worker.req_to_token_pool.req_to_token.zero_()
+    result.copy_to_cpu(return_logprob=False)
+    assert worker._draft_worker.written.tolist() == [2000, 3000]
+
+
 def test_what_the_host_relays_can_be_filtered(worker: Any) -> None:
     relayed = decode(worker, [2, 3], [5, 5], [20, 30]).next_draft_input
     assert relayed.bonus_tokens.tolist() == [120, 130]
