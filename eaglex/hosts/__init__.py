@@ -1,1 +1,1 @@
-"""The programs that eaglex drafts for. Each module imports its own host and nothing imports them all."""
+"""Hosts of the engine: what owns the target and drives the cycle. Each host's imports stay in its own module."""
