@@ -86,6 +86,7 @@ struct VerifyBatch {
   std::int64_t* retrieve_next_token = nullptr;    // out [B, N]: first child, -1 none
   std::int64_t* retrieve_next_sibling = nullptr;  // out [B, N]: next child of the same parent, -1 none
   std::uint8_t* mask = nullptr;                   // out, by mask_mode
+  std::int64_t mask_size = 0;                     // bytes behind `mask`; kFull needs the sum of N·(seq_len + N)
 };
 
 }  // namespace eaglex

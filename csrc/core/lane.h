@@ -89,6 +89,8 @@ struct RowPlace {
   const std::int64_t valid = batch.num_valid[lane];
   const std::int64_t new_len = batch.seq_lens[lane] + valid;
   if (first < 0 || first + count > batch.num_rows || valid < 1 || valid > count) return LaneStatus::kBadIndex;
+  // Where row_start is out of order, rows of this lane belong to another; the search takes one path for all rows between these two.
+  if (lane_of(batch, first) != lane || lane_of(batch, first + valid - 1) != lane) return LaneStatus::kBadIndex;
   if (batch.seq_lens[lane] < 0 || new_len > context.config.max_positions) return LaneStatus::kBadIndex;
   if (batch.draft_from[lane] == 0) return LaneStatus::kHeld;
   return new_len + context.speculation.num_steps < context.config.max_positions ? LaneStatus::kLive : LaneStatus::kNoRoom;

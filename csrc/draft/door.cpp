@@ -132,6 +132,7 @@ VerifyBatch VerifyTensors::check(const EngineLimits& limits, Device device) cons
   block.retrieve_next_token = retrieve_next_token.as<std::int64_t>();
   block.retrieve_next_sibling = retrieve_next_sibling.as<std::int64_t>();
   block.mask = mask.as<std::uint8_t>();
+  block.mask_size = mask.numel();
   return block;
 }
 
