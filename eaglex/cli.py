@@ -62,7 +62,25 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor.failures(findings)
 
 
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    from eaglex import generate
+
+    generate.options(parser)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from eaglex import generate
+
+    return generate.run(options)
+
+
 COMMANDS = (
+    Command(
+        name="generate",
+        help="continue a text with a Hugging Face target and its EAGLE-3 draft",
+        options=_generate_options,
+        run=_generate,
+    ),
     Command(
         name="inspect",
         help="what a draft checkpoint is and what a step of it costs",

@@ -1,4 +1,6 @@
-"""Values that a host should never send: no draft for that request alone, counted, no crash, and the pool keeps what it had."""
+"""Values that a host should never send: no draft for that request alone, counted, no crash, and the pool keeps what
+it had.
+"""
 
 from __future__ import annotations
 
@@ -100,16 +102,20 @@ def test_bad_index(what, layers) -> None:
     for request, slot in SLOTS.items():
         if request not in lost:
             length = rig.requests[request].length
-            kept[rig.table[slot, length: length + ASKS[request].count].long()] = False
+            kept[rig.table[slot, length : length + ASKS[request].count].long()] = False
     for pool, old in zip((*rig.draft_k, *rig.draft_v), before, strict=True):
-        assert torch.equal(pool[kept].view(torch.int32), old[kept].view(torch.int32)), "the bad request wrote to the pool"
+        assert torch.equal(pool[kept].view(torch.int32), old[kept].view(torch.int32)), (
+            "the bad request wrote to the pool"
+        )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_hidden_states_that_are_not_finite(value, row, layers) -> None:
-    """Zeros in the pool for that row; no draft where it reaches the logits; the others untouched; later cycles draft again."""
+    """Zeros in the pool for that row; no draft where it reaches the logits; the others untouched; later cycles
+    draft again.
+    """
     clean, rig = make_rig(layers), make_rig(layers)
     clean.engine.run(clean.batch(ASKS))
     aux = rig.rows_of(ASKS[1])[0]
@@ -146,7 +152,9 @@ def test_nan_in_a_prompt_chunk_that_is_not_drafted_from() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_without_steps_keys_and_values_are_kept(layers) -> None:
-    """num_steps 0 is plain decoding: nothing is drafted, and an engine with steps that takes over the pool continues."""
+    """num_steps 0 is plain decoding: nothing is drafted, and an engine with steps that takes over the pool
+    continues.
+    """
     rig = make_rig(layers, SpeculationConfig(num_steps=0))
     rig.cycle([Ask(1, 1), Ask(0, 1)])
     assert rig.results.num_nodes.tolist() == [0] * 7

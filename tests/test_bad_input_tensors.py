@@ -1,4 +1,6 @@
-"""Every tensor that crosses the boundary: a wrong type, shape, stride, rank or no tensor is refused with its name, in Python and in C++."""
+"""Every tensor that crosses the boundary: a wrong type, shape, stride, rank or no tensor is refused with its name, in
+Python and in C++.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,17 @@ def spoiled(tensor: Tensor) -> Iterator[tuple[str, object]]:
     yield "on another device", tensor.to("meta")
 
 
-KINDS = ["nothing", "no tensor", "another type", "an unknown type", "one more", "another rank", "five dimensions", "a stride",
-         "on another device"]
+KINDS = [
+    "nothing",
+    "no tensor",
+    "another type",
+    "an unknown type",
+    "one more",
+    "another rank",
+    "five dimensions",
+    "a stride",
+    "on another device",
+]
 
 
 def spoil(tensor: Tensor, kind: str) -> object:
@@ -80,8 +91,10 @@ def test_batch(field, kind, raw) -> None:
     assert sum(rig.engine.counters().values()) == 0
 
 
-@pytest.mark.parametrize(("asks", "message"), [
-    (7, "num_valid requests: expected in 1..6, got 7"), (0, "aux_hidden_states rows: expected in 1..96, got 0")])
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [(7, "num_valid requests: expected in 1..6, got 7"), (0, "aux_hidden_states rows: expected in 1..96, got 0")],
+)
 def test_more_or_fewer_requests_than_planned(asks, message) -> None:
     rig = sampled_rig()
     batch = rig.batch([Ask(0, 1)] * max(asks, 1))
@@ -103,7 +116,7 @@ def test_rows_may_lie_apart_but_not_overlap(dtype, rows) -> None:
     rig = sampled_rig()
     batch = rig.batch([Ask(0, rows)])
     width = CONFIG.aux_width
-    good = torch.zeros(rows, width + 7, dtype=dtype)[:, 3: 3 + width]
+    good = torch.zeros(rows, width + 7, dtype=dtype)[:, 3 : 3 + width]
     rig.engine.run(dataclasses.replace(batch, aux_hidden_states=good))
     for bad in (good[:, :1].expand(rows, width), torch.zeros(1, width).expand(rows, width), torch.zeros(width, rows).T):
         if rows > 1:
@@ -117,12 +130,10 @@ def test_sampling_inputs_without_sampling(name, raw) -> None:
     rig = Rig(CONFIG, TREE)
     rig.join(0, 1)
     batch = dataclasses.replace(rig.batch([Ask(0, 4)]), **{name: torch.zeros(1, 3)})
-    with pytest.raises(ConfigError, match=rf"^{name}: expected nothing without rejection sampling, got \[1, 3\] float32 on cpu"):
-        if raw:
-            engine = RawEngine(rig)
-            engine.build().enqueue(engine.batch(batch))
-        else:
-            rig.engine.run(batch)
+    engine = RawEngine(rig)
+    message = rf"^{name}: expected nothing without rejection sampling, got \[1, 3\] float32 on cpu"
+    with pytest.raises(ConfigError, match=message):
+        engine.build().enqueue(engine.batch(batch)) if raw else rig.engine.run(batch)
 
 
 # ---- bound at construction
@@ -171,7 +182,9 @@ def test_pool_of_too_few_layers(field, value) -> None:
 def test_draft_probs_without_sampling() -> None:
     raw = RawEngine(Rig(CONFIG, TREE))
     raw.tensors.draft_probs = torch.zeros(8, 3, 45)
-    with pytest.raises(ConfigError, match=r"^draft_probs: expected nothing without rejection sampling, got \[8, 3, 45\]"):
+    with pytest.raises(
+        ConfigError, match=r"^draft_probs: expected nothing without rejection sampling, got \[8, 3, 45\]"
+    ):
         raw.build()
 
 
@@ -179,8 +192,14 @@ def test_a_device_that_is_not_there() -> None:
     raw = RawEngine(Rig(CONFIG, TREE))
     with pytest.raises(DeviceError, match=r"^device: expected cpu.*, got tpu:3"):
         raw.binary.DraftEngine(
-            device="tpu", index=3, config=raw.config, speculation=raw.speculation, limits=raw.limits, weights=raw.weights,
-            tensors=raw.tensors)
+            device="tpu",
+            index=3,
+            config=raw.config,
+            speculation=raw.speculation,
+            limits=raw.limits,
+            weights=raw.weights,
+            tensors=raw.tensors,
+        )
 
 
 # ---- the verifier's side
@@ -196,7 +215,11 @@ IDS = ["req_pool_indices", "seq_lens", "bonus_tokens"]
 def test_verify(field, kind, mode, raw) -> None:
     rig = Rig(CONFIG, TREE)
     out = VerifyTensors.allocate(3, 6, mode, total_length=12)
-    ids = {"req_pool_indices": torch.tensor([1, 2, 3]), "seq_lens": torch.tensor([3, 4, 5]), "bonus_tokens": torch.tensor([7, 8, 9])}
+    ids = {
+        "req_pool_indices": torch.tensor([1, 2, 3]),
+        "seq_lens": torch.tensor([3, 4, 5]),
+        "bonus_tokens": torch.tensor([7, 8, 9]),
+    }
     if field in IDS:
         ids[field] = spoil(ids[field], kind)
     else:
@@ -213,25 +236,33 @@ def test_verify(field, kind, mode, raw) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["python", "cpp"])
-@pytest.mark.parametrize(("lens", "message"), [
-    ([3, 4, 6], "mask: expected at least 186 elements for these seq_lens, got 180"),
-    ([-1, 4, 9], "seq_lens: expected in 0..1073741824, got -1"),
-    ([3, 4, 2**62], "seq_lens: expected in 0..1073741824, got 4611686018427387904")], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "message"),
+    [
+        ([3, 4, 6], "mask: expected at least 186 elements for these seq_lens, got 180"),
+        ([-1, 4, 9], "seq_lens: expected in 0..1073741824, got -1"),
+        ([3, 4, 2**62], "seq_lens: expected in 0..1073741824, got 4611686018427387904"),
+    ],
+    ids=str,
+)
 def test_a_full_mask_that_is_too_short(lens, message, raw) -> None:
     """The flat mask's size depends on lengths; on the CPU they can be read before anything is written."""
     rig = Rig(CONFIG, TREE)
     out = VerifyTensors.allocate(3, 6, MaskMode.FULL, total_length=12)
-    ids = {"req_pool_indices": torch.tensor([1, 2, 3]), "seq_lens": torch.tensor(lens), "bonus_tokens": torch.tensor([7, 8, 9])}
+    ids = {
+        "req_pool_indices": torch.tensor([1, 2, 3]),
+        "seq_lens": torch.tensor(lens),
+        "bonus_tokens": torch.tensor([7, 8, 9]),
+    }
+    engine = RawEngine(rig)
     with pytest.raises((ConfigError, ShapeError), match=re.escape(message)):
-        if raw:
-            engine = RawEngine(rig)
-            engine.build().tree(engine.verify(out, **ids))
-        else:
-            rig.engine.tree(out, **ids)
+        engine.build().tree(engine.verify(out, **ids)) if raw else rig.engine.tree(out, **ids)
 
 
-@pytest.mark.parametrize(("batch", "n", "message"), [
-    (7, 6, "draft_tokens requests: expected in 1..6, got 7"), (1, 65, "num_draft_tokens: expected in 1..64, got 65")])
+@pytest.mark.parametrize(
+    ("batch", "n", "message"),
+    [(7, 6, "draft_tokens requests: expected in 1..6, got 7"), (1, 65, "num_draft_tokens: expected in 1..64, got 65")],
+)
 def test_verify_beyond_the_limits(batch, n, message) -> None:
     rig = Rig(CONFIG, TREE)
     out = VerifyTensors.allocate(batch, min(n, 64), MaskMode.QLEN_ONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -27,8 +28,13 @@ VARIANTS = ROPES | {
     "yarn, betas": dataclasses.replace(YARN, beta_fast=64.0, beta_slow=4.0, theta=50000.0),
     "yarn, factor 1": dataclasses.replace(YARN, factor=1.0),
     "llama 3.1": RopeConfig(
-        theta=500000.0, scaling=RopeScaling.LLAMA3, factor=8.0, original_max_position_embeddings=8192,
-        low_freq_factor=1.0, high_freq_factor=4.0),
+        theta=500000.0,
+        scaling=RopeScaling.LLAMA3,
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
 }
 
 
@@ -51,7 +57,9 @@ def test_rope(name, rotary_dim) -> None:
     positions = torch.tensor([0, 1, 77, 4095, 100_000])
     x, other = torch.randn(5, 4, 16), torch.randn(5, 4, 16)
     cos, sin = LlamaRotaryEmbedding(llama_config(config))(x, positions[None])
-    turned = apply_rotary_pos_emb(x[None, ..., :rotary_dim], other[None, ..., :rotary_dim], cos, sin, unsqueeze_dim=2)[0]
+    turned = apply_rotary_pos_emb(x[None, ..., :rotary_dim], other[None, ..., :rotary_dim], cos, sin, unsqueeze_dim=2)[
+        0
+    ]
     actual = reference.rope(x, positions, config)
     # The frequencies may differ in their last bit; an angle of 1e5 makes 1e-2 of it.
     torch.testing.assert_close(actual[:4, :, :rotary_dim], turned[0, :4], rtol=0, atol=2e-3)
@@ -89,11 +97,23 @@ def test_forward(config, count, seed, start) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"aux_norm": AuxNorm.NONE}, {"aux_norm": AuxNorm.WHOLE}, {"aux_norm": AuxNorm.EACH},
-        {"residual": Residual.NORMED}, {"next_hidden": NextHidden.NORMED}, {"embedding_norm": EmbeddingNorm.NONE},
-        {"num_kv_heads": 4}, {"num_kv_heads": 1}, {"head_dim": 12}, {"rotary_dim": 4}, {"target_hidden_size": 24},
-        {"draft_vocab_size": 60}, {"num_aux": 5}, {"rms_norm_eps": 0.1},
-    ], ids=str)
+        {"aux_norm": AuxNorm.NONE},
+        {"aux_norm": AuxNorm.WHOLE},
+        {"aux_norm": AuxNorm.EACH},
+        {"residual": Residual.NORMED},
+        {"next_hidden": NextHidden.NORMED},
+        {"embedding_norm": EmbeddingNorm.NONE},
+        {"num_kv_heads": 4},
+        {"num_kv_heads": 1},
+        {"head_dim": 12},
+        {"rotary_dim": 4},
+        {"target_hidden_size": 24},
+        {"draft_vocab_size": 60},
+        {"num_aux": 5},
+        {"rms_norm_eps": 0.1},
+    ],
+    ids=str,
+)
 def test_forward_with_each_switch(changes, layers) -> None:
     check_extend(make_config(num_layers=layers, **changes), 7, 1)
 
@@ -107,7 +127,7 @@ def test_chunks_are_the_whole(config, data) -> None:
     whole, parts = (reference.DraftCache.empty(config, torch.float64) for _ in range(2))
     expected = reference.extend(config, weights, whole, aux, ids)
     edges = [0, *sorted(data.draw(st.sets(st.integers(1, 11)))), 12]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         actual = reference.extend(config, weights, parts, aux[low:high], ids[low:high])
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(parts.k + parts.v, whole.k + whole.v, rtol=0, atol=1e-12)
@@ -130,7 +150,8 @@ def test_in_one_layer_only_the_last_query_matters(layers, monkeypatch) -> None:
     expected = reference.extend(config, weights, caches[0], aux, ids)
     attention = reference.attention
     monkeypatch.setattr(
-        reference, "attention", lambda config, q, k, v, visible: blind_to_last(q, k, v, visible, attention, config))
+        reference, "attention", lambda config, q, k, v, visible: blind_to_last(q, k, v, visible, attention, config)
+    )
     actual = reference.extend(config, weights, caches[1], aux, ids)
     equal = torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
     assert equal == (layers == 1)
@@ -157,7 +178,9 @@ def test_extend_refuses_misshapen_rows(shape) -> None:
     config = make_config()
     cache = reference.DraftCache.empty(config, torch.float32)
     with pytest.raises(ValueError, match=r"aux_hidden_states: expected \[\d+ >= 1, 48\], got"):
-        reference.extend(config, random_weights(config), cache, torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64))
+        reference.extend(
+            config, random_weights(config), cache, torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)
+        )
 
 
 def test_extend_refuses_rows_beyond_the_context() -> None:

@@ -1,4 +1,6 @@
-"""The spec's drafting loop, selection and tree against SGLang's way of building them, over a model without cache or mask."""
+"""The spec's drafting loop, selection and tree against SGLang's way of building them, over a model without cache or
+mask.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,21 @@ def both(config, speculation, seed: int = 0, count: int = 5, start: int = 0):
     head = TorchHead(config, weights)
     teacher = Teacher(head, aux, ids, start)
     expected = sglang_tree.draft(
-        teacher.log_probs, head.to_target, steps=speculation.num_steps, topk=speculation.topk,
-        num_draft_tokens=speculation.num_draft_tokens)
+        teacher.log_probs,
+        head.to_target,
+        steps=speculation.num_steps,
+        topk=speculation.topk,
+        num_draft_tokens=speculation.num_draft_tokens,
+    )
     return drafted, expected, margin.gap
 
 
 @given(config=configs(max_layers=2), speculation=speculations(), seed=st.integers(0, 99), start=st.integers(0, 9))
 @settings(max_examples=40)
 def test_drafts_and_trees_are_sglangs(config, speculation, seed, start) -> None:
-    """Same tokens, scores, parents, positions, links and masks, node by node. Every path is run alone, so the tree mask is judged too."""
+    """Same tokens, scores, parents, positions, links and masks, node by node. Every path is run alone, so the
+    tree mask is judged too.
+    """
     drafted, expected, margin = both(config, speculation, seed, start=start)
     assume(margin > 1e-4)
     assert drafted.tokens.tolist() == expected.tokens
@@ -127,7 +135,8 @@ def test_no_room_no_steps_no_draft() -> None:
     for length, steps, nodes in ((5, 4, 4), (6, 4, 0), (6, 3, 3), (9, 1, 0), (5, 0, 0)):
         cache = reference.DraftCache.empty(config, torch.float32)
         logits, hidden = reference.extend(
-            config, weights, cache, torch.randn(length, config.aux_width), torch.zeros(length, dtype=torch.int64))
+            config, weights, cache, torch.randn(length, config.aux_width), torch.zeros(length, dtype=torch.int64)
+        )
         drafted = reference.draft(config, weights, cache, logits, hidden, SpeculationConfig(num_steps=steps))
         assert len(drafted.tokens) == nodes, (length, steps)
 
@@ -139,7 +148,8 @@ def test_logits_that_are_not_finite_give_no_draft(value) -> None:
     weights = random_weights(config)
     cache = reference.DraftCache.empty(config, torch.float32)
     logits, hidden = reference.extend(
-        config, weights, cache, torch.randn(3, config.aux_width), torch.zeros(3, dtype=torch.int64))
+        config, weights, cache, torch.randn(3, config.aux_width), torch.zeros(3, dtype=torch.int64)
+    )
     logits[7:] = value
     whole = torch.full_like(logits, value)
     speculation = SpeculationConfig(num_steps=2)
@@ -152,6 +162,9 @@ def test_temperature_needs_a_chain_and_uniforms() -> None:
     config = make_config()
     cache = reference.DraftCache.empty(config, torch.float32)
     for speculation, uniforms in itertools.product(
-            [SpeculationConfig(num_steps=2, topk=2, num_draft_tokens=4), SpeculationConfig(num_steps=2)], [None]):
-        with pytest.raises(ValueError, match="temperature: expected 0 unless topk=1 and uniforms are given, got 0.5"):
-            reference.draft(config, random_weights(config), cache, torch.zeros(45), torch.zeros(24), speculation, 0.5, uniforms)
+        [SpeculationConfig(num_steps=2, topk=2, num_draft_tokens=4), SpeculationConfig(num_steps=2)], [None]
+    ):
+        with pytest.raises(ValueError, match=r"temperature: expected 0 unless topk=1 and uniforms are given, got 0.5"):
+            reference.draft(
+                config, random_weights(config), cache, torch.zeros(45), torch.zeros(24), speculation, 0.5, uniforms
+            )

@@ -1,4 +1,6 @@
-"""Verification is lossless: greedy speculation is plain greedy decoding, sampled speculation has the target's distribution."""
+"""Verification is lossless: greedy speculation is plain greedy decoding, sampled speculation has the target's
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from eaglex import reference
 from eaglex.reference import Accepted, Draft
 
 VOCAB = 5
-DRAWS = 2**13  # scrambled Sobol points: their error falls almost like 1/n, random numbers would need a hundred times as many
+DRAWS = (
+    2**13
+)  # scrambled Sobol points: their error falls almost like 1/n, random numbers would need a hundred times as many
 
 
 @st.composite
@@ -31,7 +35,9 @@ def drafts(draw: st.DrawFn, vocab: int, most: int) -> Draft:
         taken.add((parent, token))
         tokens.append(token)
         parents.append(parent)
-    return Draft(torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64), torch.zeros(len(tokens)))
+    return Draft(
+        torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64), torch.zeros(len(tokens))
+    )
 
 
 def paths_of(tree: reference.VerifyTree) -> list[list[int]]:
@@ -43,7 +49,9 @@ def paths_of(tree: reference.VerifyTree) -> list[list[int]]:
 @given(data=st.data(), vocab=st.integers(1, 4), seed=st.integers(0, 999), n=st.integers(1, 10))
 @settings(max_examples=60)
 def test_greedy_speculation_is_greedy_decoding(data, vocab, seed, n) -> None:
-    """The target is a random table over the last two tokens, the draft is any tree whatever: the text does not change."""
+    """The target is a random table over the last two tokens, the draft is any tree whatever: the text does not
+    change.
+    """
     table = torch.randint(0, vocab, (vocab, vocab), generator=torch.Generator().manual_seed(seed)).tolist()
     plain = [0, 0]
     for _ in range(30):
@@ -93,13 +101,19 @@ class Target:
 
 
 def total_variation(target: Target, verify: Callable[[Tensor], Accepted], points: Tensor) -> float:
-    """Half the L1 distance of the first two tokens' joint distribution; where only one was emitted the target goes on by itself."""
+    """Half the L1 distance of the first two tokens' joint distribution; where only one was emitted the target
+    goes on by itself.
+    """
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     running = target.second.cumsum(-1)
     for point in points:
         tokens = verify(point).tokens
         one = tokens[0]
-        two = tokens[1] if len(tokens) > 1 else int(torch.searchsorted(running[one], point[0], right=True).clamp(max=VOCAB - 1))
+        two = (
+            tokens[1]
+            if len(tokens) > 1
+            else int(torch.searchsorted(running[one], point[0], right=True).clamp(max=VOCAB - 1))
+        )
         counts[one, two] += 1
     return float((counts / len(points) - target.joint()).abs().sum()) / 2
 
@@ -107,13 +121,16 @@ def total_variation(target: Target, verify: Callable[[Tensor], Accepted], points
 @pytest.mark.parametrize(
     ("tokens", "parents"),
     [([0, 1], [0, 1]), ([2, 0, 1, 3], [0, 0, 1, 1]), ([0, 1, 2, 3, 4, 4, 2], [0, 0, 0, 0, 0, 1, 3]), ([3, 3], [0, 0])],
-    ids=["chain", "tree", "all children", "twins"])
+    ids=["chain", "tree", "all children", "twins"],
+)
 def test_target_only_has_the_targets_distribution(tokens, parents) -> None:
     target = Target(seed=len(tokens))
     draft = Draft(torch.tensor(tokens), torch.tensor(parents), torch.zeros(len(tokens)))
     n = len(tokens) + 1
     tree = reference.tree(draft, 0, 7, n)
-    probs = torch.stack([target.first] + [target.second[path[-1]] if len(path) == 2 else target.third for path in paths_of(tree)[1:]])
+    probs = torch.stack(
+        [target.first] + [target.second[path[-1]] if len(path) == 2 else target.third for path in paths_of(tree)[1:]]
+    )
 
     def verify(point: Tensor) -> Accepted:
         return reference.verify_target_only(tree, probs, point[2:], point[1])
@@ -126,7 +143,8 @@ def test_target_only_has_the_targets_distribution(tokens, parents) -> None:
 
 
 @pytest.mark.parametrize(
-    "d2t", [torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2]), None], ids=["0, 1, 3", "2, 3, 4", "the whole vocabulary"])
+    "d2t", [torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2]), None], ids=["0, 1, 3", "2, 3, 4", "the whole vocabulary"]
+)
 def test_rejection_has_the_targets_distribution(d2t) -> None:
     """The draft's vocabulary is a part of the target's: what the draft cannot say comes from the residual."""
     target = Target(seed=3)
@@ -159,7 +177,10 @@ def test_rejection_at_temperature_zero_is_greedy() -> None:
         assert accepted == Accepted(nodes=[0, 1], tokens=[1, 4])
 
 
-@given(weights=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=1, max_size=6), uniform=st.floats(0, 1, exclude_max=True))
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=1, max_size=6),
+    uniform=st.floats(0, 1, exclude_max=True),
+)
 @settings(max_examples=80)
 def test_inverse_cdf_never_draws_the_impossible(weights, uniform) -> None:
     if sum(weights) == 0:

@@ -21,7 +21,9 @@ def depths_of(parents: list[int]) -> list[int]:
 @given(config=configs(), speculation=speculations(max_topk=5), seed=st.integers(0, 99))
 @settings(max_examples=40)
 def test_results_are_trees(config, speculation, seed) -> None:
-    """Full, parents first, no deeper than K, no child above its parent, siblings apart and among the k best of their row."""
+    """Full, parents first, no deeper than K, no child above its parent, siblings apart and among the k best of
+    their row.
+    """
     rig = Rig(config, speculation, weights=random_weights(config, seed=seed))
     rig.join(0, 2)
     rig.engine.run(rig.batch([Ask(0, 6)]))

@@ -35,7 +35,9 @@ def written(draw: st.DrawFn, nodes: int, *, depth: int = 4) -> reference.Draft:
         parents.append(draw(st.sampled_from([p for p in range(node) if depths[p] < depth])))
         depths.append(depths[parents[-1]] + 1)
     tokens = draw(st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=nodes, max_size=nodes))
-    return reference.Draft(torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64), torch.zeros(nodes))
+    return reference.Draft(
+        torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64), torch.zeros(nodes)
+    )
 
 
 def put(rig: Rig, slot: int, draft: reference.Draft, drafted_for: int) -> None:
@@ -47,16 +49,26 @@ def put(rig: Rig, slot: int, draft: reference.Draft, drafted_for: int) -> None:
     rig.results.drafted_for[slot] = drafted_for
 
 
-def build(rig: Rig, slots: list[int], lens: list[int], bonus: list[int], n: int, mode: MaskMode = MaskMode.QLEN_ONLY,
-          dtype: torch.dtype = torch.int64) -> VerifyTensors:
+def build(
+    rig: Rig,
+    slots: list[int],
+    lens: list[int],
+    bonus: list[int],
+    n: int,
+    mode: MaskMode = MaskMode.QLEN_ONLY,
+    dtype: torch.dtype = torch.int64,
+) -> VerifyTensors:
     out = VerifyTensors.allocate(len(slots), n, mode, total_length=sum(lens))
     for field in dataclasses.fields(out):
         tensor = getattr(out, field.name)
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(1 if tensor.dtype == torch.bool else 119)
     rig.engine.tree(
-        out, req_pool_indices=torch.tensor(slots, dtype=dtype), seq_lens=torch.tensor(lens, dtype=dtype),
-        bonus_tokens=torch.tensor(bonus, dtype=dtype))
+        out,
+        req_pool_indices=torch.tensor(slots, dtype=dtype),
+        seq_lens=torch.tensor(lens, dtype=dtype),
+        bonus_tokens=torch.tensor(bonus, dtype=dtype),
+    )
     return out
 
 
@@ -67,7 +79,12 @@ def check(out: VerifyTensors, lane: int, expected: reference.VerifyTree) -> None
     assert out.retrieve_index[lane].tolist() == list(range(lane * n, lane * n + n))
 
 
-@given(data=st.data(), drafted_n=st.sampled_from([5, 12, 31]), n=st.integers(1, 64), dtype=st.sampled_from([torch.int32, torch.int64]))
+@given(
+    data=st.data(),
+    drafted_n=st.sampled_from([5, 12, 31]),
+    n=st.integers(1, 64),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
 @settings(max_examples=80)
 def test_equals_the_reference_in_every_mask_mode(data, drafted_n, n, dtype) -> None:
     """Sound drafts in some slots, stale or none in others, read by a verifier of any N in any order of requests."""
@@ -123,7 +140,7 @@ def test_properties(data, nodes, n) -> None:
             stack.append(child)
             child = int(out.retrieve_next_sibling[0, child])
     assert sorted(visited) == list(range(live + 1)), "each live node once, never a pad"
-    assert out.draft_tokens[0, live + 1:].tolist() == [7] * (n - 1 - live)
+    assert out.draft_tokens[0, live + 1 :].tolist() == [7] * (n - 1 - live)
 
 
 @pytest.mark.parametrize("n", [2, 4, 9])

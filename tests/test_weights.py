@@ -75,7 +75,12 @@ def test_each_tensor(name, kind) -> None:
     else:
         put(weights, name, spoiled(kind, name, tensor))
     # All types are compared with fc's, so a changed fc puts the blame on the others.
-    check(CONFIG, weights, name, message=r"expected dtype torch.bfloat16 like fc" if (name, kind) == ("fc", "another type") else "")
+    check(
+        CONFIG,
+        weights,
+        name,
+        message=r"expected dtype torch.bfloat16 like fc" if (name, kind) == ("fc", "another type") else "",
+    )
 
 
 @pytest.mark.parametrize("kind", ["another type", "one more", "transposed", "missing", "a stride"])
@@ -104,15 +109,27 @@ def test_each_tensor_in_cpp(name, kind) -> None:
         raw.build()
 
 
-@pytest.mark.parametrize(("changes", "name"), [
-    ({"aux_norm": AuxNorm.NONE}, "aux_norms.0"), ({"aux_norm": AuxNorm.WHOLE}, "aux_norms.1"),
-    ({"embedding_norm": EmbeddingNorm.NONE}, "layers.0.input_layernorm"), ({"num_layers": 1}, "layers.1.down_proj"),
-    ({"num_layers": 3}, "layers.2.down_proj")], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"aux_norm": AuxNorm.NONE}, "aux_norms.0"),
+        ({"aux_norm": AuxNorm.WHOLE}, "aux_norms.1"),
+        ({"embedding_norm": EmbeddingNorm.NONE}, "layers.0.input_layernorm"),
+        ({"num_layers": 1}, "layers.1.down_proj"),
+        ({"num_layers": 3}, "layers.2.down_proj"),
+    ],
+    ids=str,
+)
 def test_tensors_that_the_config_does_not_know(changes, name) -> None:
     """Present where it says absent, and a layer too many or too few."""
     values = {"num_layers": 2, "aux_norm": AuxNorm.EACH}
     what = "present.*missing" if name == "layers.2.down_proj" else "absent.*present"
-    check(make_config(**(values | changes)), random_weights(CONFIG), name, message=rf"^{re.escape(name)}: expected to be {what}")
+    check(
+        make_config(**(values | changes)),
+        random_weights(CONFIG),
+        name,
+        message=rf"^{re.escape(name)}: expected to be {what}",
+    )
 
 
 def test_an_extra_norm_in_cpp() -> None:
@@ -120,11 +137,15 @@ def test_an_extra_norm_in_cpp() -> None:
     layers = list(raw.weights.layers)
     layers[1].hidden_norm = torch.ones(24)
     raw.weights.layers = layers
-    with pytest.raises(ShapeError, match=r"^layers\.1\.hidden_norm: expected to be absent for this config, got \[24\] float32"):
+    with pytest.raises(
+        ShapeError, match=r"^layers\.1\.hidden_norm: expected to be absent for this config, got \[24\] float32"
+    ):
         raw.build()
 
 
-@pytest.mark.parametrize(("index", "value", "target"), [(0, -1, -1), (44, 16, 60), (7, 2**40, 2**40 + 7), (3, -(2**40), 3 - 2**40)])
+@pytest.mark.parametrize(
+    ("index", "value", "target"), [(0, -1, -1), (44, 16, 60), (7, 2**40, 2**40 + 7), (3, -(2**40), 3 - 2**40)]
+)
 def test_d2t_out_of_range(index, value, target) -> None:
     weights = random_weights(CONFIG)
     weights.d2t[:] = 0
@@ -135,7 +156,12 @@ def test_d2t_out_of_range(index, value, target) -> None:
 def test_a_reduced_vocabulary_needs_d2t() -> None:
     weights = random_weights(CONFIG)
     weights.d2t = None
-    check(CONFIG, weights, "d2t", message=r"^d2t: expected \[45\] int64 since draft_vocab_size=45 != vocab_size=60, got none")
+    check(
+        CONFIG,
+        weights,
+        "d2t",
+        message=r"^d2t: expected \[45\] int64 since draft_vocab_size=45 != vocab_size=60, got none",
+    )
 
 
 def test_a_full_vocabulary_may_be_permuted() -> None:

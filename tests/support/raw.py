@@ -35,8 +35,14 @@ class RawEngine:
 
     def build(self) -> Any:
         return self.binary.DraftEngine(
-            device="cpu", index=0, config=self.config, speculation=self.speculation, limits=self.limits, weights=self.weights,
-            tensors=self.tensors)
+            device="cpu",
+            index=0,
+            config=self.config,
+            speculation=self.speculation,
+            limits=self.limits,
+            weights=self.weights,
+            tensors=self.tensors,
+        )
 
     def batch(self, batch: DraftBatch) -> Any:
         return filled(self.binary.BatchTensors(), fields(batch))

@@ -1,4 +1,5 @@
-"""SGLang's tree, from the description of its drafting loop: top-k per step, one sorted cut over all scores, links built from
+"""SGLang's tree, from the description of its drafting loop: top-k per step, one sorted cut over all scores, links
+built from
 `parent_list` and `selected_index`. An independent path to what eaglex.reference calls draft, select and tree.
 """
 
@@ -7,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 LogProbs = Callable[[tuple[int, ...]], Tensor]
@@ -29,7 +29,9 @@ def ranked(scores: list[float], k: int) -> list[int]:
 
 
 def draft(log_probs: LogProbs, to_target: Tensor, *, steps: int, topk: int, num_draft_tokens: int) -> Drafted:
-    """The loop over steps: every step scores topk continuations of each expanded node and expands the topk best of them."""
+    """The loop over steps: every step scores topk continuations of each expanded node and expands the topk best
+    of them.
+    """
     all_scores: list[float] = []
     all_tokens: list[int] = []
     parents_of_steps = [[-1, *range(topk)]]
@@ -66,7 +68,9 @@ class Links:
 
 
 def build(drafted: Drafted, *, lane: int, seq_len: int, topk: int) -> Links:
-    """One request's tree: node t stands for selected_index[t - 1]; a candidate's parent is found through parent_list by index / topk."""
+    """One request's tree: node t stands for selected_index[t - 1]; a candidate's parent is found through
+    parent_list by index / topk.
+    """
     n = len(drafted.selected_index) + 1
     node_at = {grid: node for node, grid in enumerate(drafted.selected_index, start=1)}
 

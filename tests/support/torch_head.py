@@ -1,4 +1,5 @@
-"""An EAGLE-3 head written a second time, as a torch module: nn.Linear, nn.RMSNorm, LlamaMLP, scaled_dot_product_attention,
+"""An EAGLE-3 head written a second time, as a torch module: nn.Linear, nn.RMSNorm, LlamaMLP,
+scaled_dot_product_attention,
 rotation by complex numbers, and no cache: every call runs the whole sequence. It shares no code with eaglex.reference.
 """
 
@@ -32,7 +33,8 @@ class Attention(nn.Module):
 
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         mixed = functional.scaled_dot_product_attention(
-            self.turn(q, start), self.turn(k, start), v, is_causal=True, enable_gqa=True)
+            self.turn(q, start), self.turn(k, start), v, is_causal=True, enable_gqa=True
+        )
         return self.o_proj(mixed[0].transpose(0, 1).flatten(1))
 
     def turn(self, x: Tensor, start: int) -> Tensor:
@@ -57,7 +59,9 @@ class Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
         self.self_attn = Attention(config, 2 * hidden if self.first else hidden)
-        self.mlp = LlamaMLP(LlamaConfig(hidden_size=hidden, num_attention_heads=1, intermediate_size=config.intermediate_size))
+        self.mlp = LlamaMLP(
+            LlamaConfig(hidden_size=hidden, num_attention_heads=1, intermediate_size=config.intermediate_size)
+        )
 
     def forward(self, embedding: Tensor, hidden: Tensor, start: int) -> Tensor:
         if self.first:
@@ -78,8 +82,11 @@ class TorchHead(nn.Module):
     def __init__(self, config: DraftConfig, weights: DraftWeights) -> None:
         super().__init__()
         self.config = config
-        widths = {AuxNorm.NONE: [], AuxNorm.WHOLE: [config.num_aux * config.target_hidden_size],
-                  AuxNorm.EACH: [config.target_hidden_size] * config.num_aux}[config.aux_norm]
+        widths = {
+            AuxNorm.NONE: [],
+            AuxNorm.WHOLE: [config.num_aux * config.target_hidden_size],
+            AuxNorm.EACH: [config.target_hidden_size] * config.num_aux,
+        }[config.aux_norm]
         self.aux_norms = nn.ModuleList(nn.RMSNorm(width, config.rms_norm_eps) for width in widths)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(config.num_aux * config.target_hidden_size, config.hidden_size, bias=False)
@@ -88,12 +95,16 @@ class TorchHead(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.to_target = torch.arange(config.draft_vocab_size) + (0 if weights.d2t is None else weights.d2t)
         self.double()
-        self.load_state_dict({home(name): tensor.double() for name, tensor in weights.named() if name != "d2t"}, strict=True)
+        self.load_state_dict(
+            {home(name): tensor.double() for name, tensor in weights.named() if name != "d2t"}, strict=True
+        )
 
     def fused(self, aux: Tensor) -> Tensor:
         """[T, A·Ht] → [T, H]"""
         if self.config.aux_norm is AuxNorm.EACH:
-            aux = torch.hstack([norm(part) for norm, part in zip(self.aux_norms, aux.chunk(self.config.num_aux, -1), strict=True)])
+            aux = torch.hstack(
+                [norm(part) for norm, part in zip(self.aux_norms, aux.chunk(self.config.num_aux, -1), strict=True)]
+            )
         elif self.config.aux_norm is AuxNorm.WHOLE:
             aux = self.aux_norms[0](aux)
         return self.fc(aux)
@@ -113,8 +124,15 @@ def home(name: str) -> str:
     """The canonical name of a tensor → its place in the module."""
     parts = name.split(".")
     if parts[0] == "layers":
-        group = {"q_proj": "self_attn.", "k_proj": "self_attn.", "v_proj": "self_attn.", "o_proj": "self_attn.",
-                 "gate_proj": "mlp.", "up_proj": "mlp.", "down_proj": "mlp."}.get(parts[2], "")
+        group = {
+            "q_proj": "self_attn.",
+            "k_proj": "self_attn.",
+            "v_proj": "self_attn.",
+            "o_proj": "self_attn.",
+            "gate_proj": "mlp.",
+            "up_proj": "mlp.",
+            "down_proj": "mlp.",
+        }.get(parts[2], "")
         name = f"layers.{parts[1]}.{group}{parts[2]}"
     return f"{name}.weight"
 
@@ -132,7 +150,9 @@ class Teacher:
         if path not in self.known:
             fed = [self.sequence(path[:i])[1] for i in range(len(path))]
             hidden = torch.cat([self.hidden, torch.stack(fed)]) if fed else self.hidden
-            self.known[path] = self.head(hidden, torch.cat([self.ids, torch.tensor(path, dtype=torch.int64)]), self.start)
+            self.known[path] = self.head(
+                hidden, torch.cat([self.ids, torch.tensor(path, dtype=torch.int64)]), self.start
+            )
         return self.known[path]
 
     def log_probs(self, path: tuple[int, ...]) -> Tensor:
