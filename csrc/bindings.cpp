@@ -226,6 +226,7 @@ void bind_tensors(py::module_& m) {
       EAGLEX_TENSOR(BatchTensors, aux_hidden_states) EAGLEX_TENSOR(BatchTensors, input_ids) EAGLEX_TENSOR(BatchTensors, row_start)
       EAGLEX_TENSOR(BatchTensors, num_valid) EAGLEX_TENSOR(BatchTensors, draft_from)
       EAGLEX_TENSOR(BatchTensors, req_pool_indices) EAGLEX_TENSOR(BatchTensors, seq_lens)
+      EAGLEX_TENSOR(BatchTensors, out_cache_loc)
       EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms);
   py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
       EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_TENSOR(VerifyTensors, req_pool_indices)

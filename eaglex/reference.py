@@ -431,6 +431,8 @@ def verify_target_only(
             rest[token] = 0.0
             child = int(candidates.retrieve_next_sibling[child])
         if child < 0:
+            if float(rest.sum()) <= 0:  # rounding left nothing behind the children
+                rest = target_probs[node].double()
             return Accepted(nodes, [*tokens, int(inverse_cdf(rest, final_uniform))])
         nodes.append(child)
         tokens.append(int(candidates.draft_tokens[child]))

@@ -13,6 +13,7 @@ struct IdView {
   const std::int32_t* i32 = nullptr;
   const std::int64_t* i64 = nullptr;
 
+  [[nodiscard]] constexpr explicit operator bool() const { return i32 != nullptr || i64 != nullptr; }
   [[nodiscard]] constexpr std::int64_t operator[](std::int64_t i) const { return i64 != nullptr ? i64[i] : i32[i]; }
 };
 
@@ -29,6 +30,10 @@ struct DraftBatch {
   const std::uint8_t* draft_from = nullptr;  // [B] bool; false for a prompt chunk that is not the last
   IdView req_pool_indices;                   // [B], request slot; 0 for padded lanes
   IdView seq_lens;                           // [B], length before these rows
+  // [num_rows] or absent: the KV slot that each row's K and V go to; absent, that of its position in req_to_token. A host that
+  // may give a finished request's slot away while its last draft still runs must say it here: a row read late could send the
+  // write into a prefix that others share.
+  IdView out_cache_loc;
   const float* temperatures = nullptr;       // [B], only with Sampling::kRejection
   const float* uniforms = nullptr;           // [B, K] in [0, 1), only with Sampling::kRejection
 };

@@ -71,12 +71,21 @@ struct RowPlace {
   return slot < kv.num_kv_slots ? slot : -1;
 }
 
+// Where a row of the batch writes its K and V, or -1 where it may not.
+[[nodiscard]] constexpr std::int64_t write_slot(const EngineContext& context, const DraftBatch& batch, std::int32_t lane,
+                                                std::int64_t row, std::int64_t position) {
+  if (!batch.out_cache_loc) return kv_slot(context.kv, batch.req_pool_indices[lane], position);
+  const std::int64_t slot = batch.out_cache_loc[row];
+  return slot >= 0 && slot < context.kv.num_kv_slots ? slot : -1;
+}
+
 // Whether row `offset` of a lane has a token of the vocabulary and a KV slot to write to.
 [[nodiscard]] constexpr bool row_is_sound(const EngineContext& context, const DraftBatch& batch, std::int32_t lane,
                                           std::int64_t offset) {
-  const std::int64_t token = batch.input_ids[batch.row_start[lane] + offset];
-  const std::int64_t position = batch.seq_lens[lane] + offset;
-  return token >= 0 && token < context.config.vocab_size && kv_slot(context.kv, batch.req_pool_indices[lane], position) >= 0;
+  const std::int64_t row = batch.row_start[lane] + offset;
+  const std::int64_t token = batch.input_ids[row];
+  return token >= 0 && token < context.config.vocab_size &&
+         write_slot(context, batch, lane, row, batch.seq_lens[lane] + offset) >= 0;
 }
 
 // All that can be said of a lane before its rows are looked at one by one.

@@ -84,6 +84,7 @@ DraftBatch BatchTensors::check(const DraftConfig& config, const SpeculationConfi
   block.draft_from = draft_from.as<const std::uint8_t>();
   block.req_pool_indices = ids(req_pool_indices, "req_pool_indices", device, batch);
   block.seq_lens = ids(seq_lens, "seq_lens", device, batch);
+  if (out_cache_loc) block.out_cache_loc = ids(out_cache_loc, "out_cache_loc", device, block.num_rows);
   if (speculation.sampling == Sampling::kRejection) {
     temperatures.expect("temperatures", device, {DType::kF32}, {batch});
     uniforms.expect("uniforms", device, {DType::kF32}, {batch, speculation.num_steps});
