@@ -48,8 +48,8 @@ class DraftBatch:
     draft_from: Tensor  # [B] bool: False for a prompt chunk that is not the last
     req_pool_indices: Tensor  # [B] int32 or int64
     seq_lens: Tensor  # [B] int32 or int64: length before these rows
-    # [rows] int32 or int64: the KV slot each row's K and V go to; None takes that of its position in req_to_token. A host
-    # that may give a finished request's slot away while its last draft still runs must say it here.
+    # [rows] int32 or int64: the KV slot each row's K and V go to; None takes that of its position in req_to_token. A
+    # host that may give a finished request's slot away while its last draft still runs must say it here.
     out_cache_loc: Tensor | None = None
     temperatures: Tensor | None = None  # [B] float32, only with Sampling.REJECTION
     uniforms: Tensor | None = None  # [B, K] float32 in [0, 1), only with Sampling.REJECTION

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def hide_installed() -> None:
+    """Leave only what a test put on the path: eaglex itself may be installed, and its own entry point would load."""
+    found = importlib.metadata.entry_points
+
+    def others(**wanted: Any) -> importlib.metadata.EntryPoints:
+        return importlib.metadata.EntryPoints(e for e in found(**wanted) if e.dist is None or e.dist.name != "eaglex")
+
+    importlib.metadata.entry_points = others
 
 
 def start(package: str, site: str, environment: dict[str, str]) -> Any:
@@ -16,6 +27,7 @@ def start(package: str, site: str, environment: dict[str, str]) -> Any:
 
     os.environ.update(environment)
     sys.path.insert(0, site)
+    hide_installed()
     from host_import import open_wheel
 
     open_wheel(Path(package))
