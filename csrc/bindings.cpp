@@ -94,6 +94,9 @@ TensorView borrow_torch(py::handle object) {
     view.shape[i] = shape[i].cast<std::int64_t>();
     view.stride[i] = stride[i].cast<std::int64_t>();
   }
+  if (view.data == nullptr && view.numel() > 0) {
+    eaglex::fail(ErrorCode::kShape, "expected a tensor with memory, got one on ", std::string(py::str(object.attr("device"))));
+  }
   return view;
 }
 
