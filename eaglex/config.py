@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, ClassVar
 
 from eaglex.errors import ConfigError
 
@@ -40,6 +40,21 @@ class EmbeddingNorm(enum.Enum):
 
     NORMED = "normed"
     NONE = "none"
+
+
+class Sampling(enum.Enum):
+    """How draft tokens are chosen: the top-k by probability, or a chain drawn at the request's temperature with its draft_probs."""
+
+    GREEDY = "greedy"
+    REJECTION = "rejection"
+
+
+class MaskMode(enum.Enum):
+    """SGLang's forms of the tree mask: [N, seq_len + N] per request in one flat tensor, [B, N, N], or bits of bytes [B, N, n]."""
+
+    FULL = "full"
+    QLEN_ONLY = "qlen_only"
+    QLEN_ONLY_BITPACK = "qlen_only_bitpack"
 
 
 class RopeScaling(enum.Enum):
@@ -154,10 +169,11 @@ class SpeculationConfig:
     num_steps: int
     topk: int = 1
     num_draft_tokens: int = 0
+    sampling: Sampling = Sampling.GREEDY
 
-    MAX_STEPS = 16
-    MAX_TOPK = 16
-    MAX_DRAFT_TOKENS = 64
+    MAX_STEPS: ClassVar[int] = 16
+    MAX_TOPK: ClassVar[int] = 16
+    MAX_DRAFT_TOKENS: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens == 0:
@@ -169,6 +185,8 @@ class SpeculationConfig:
         low, high = self.num_steps + 1, min(self.num_candidates + 1, self.MAX_DRAFT_TOKENS)
         if not low <= self.num_draft_tokens <= high:
             _fail("num_draft_tokens", f"in {low}..{high} for num_steps={self.num_steps}, topk={self.topk}", self.num_draft_tokens)
+        if self.sampling is Sampling.REJECTION and self.topk != 1:
+            _fail("topk", "1 with rejection sampling", self.topk)
 
     @property
     def num_candidates(self) -> int:
@@ -181,6 +199,24 @@ class SpeculationConfig:
             _fail("topk", f"<= draft_vocab_size={config.draft_vocab_size}", self.topk)
         if self.num_steps >= config.max_positions:
             _fail("num_steps", f"< max_positions={config.max_positions}", self.num_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """How much one cycle may bring, for which memory is planned at construction.
+
+    `max_batch` requests (padded lanes included), `max_rows` rows of aux_hidden_states, `num_slots` request slots, of which slot 0 is
+    reserved for padded lanes.
+    """
+
+    max_batch: int
+    max_rows: int
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        _at_least(self, "max_batch", 1)
+        _at_least(self, "max_rows", self.max_batch)
+        _at_least(self, "num_slots", 2)
 
 
 def _at_least(owner: Any, name: str, low: float) -> None:

@@ -126,7 +126,7 @@ def fuse(config: DraftConfig, weights: DraftWeights, aux_hidden_states: Tensor) 
     if config.aux_norm.value == "whole":
         x = rms_norm(x, weights.aux_norms[0], config.rms_norm_eps)
     elif config.aux_norm.value == "each":
-        parts = x.split(config.target_hidden_size, -1)
+        parts = torch.split(x, config.target_hidden_size, -1)
         x = torch.cat([rms_norm(p, g, config.rms_norm_eps) for p, g in zip(parts, weights.aux_norms, strict=True)], -1)
     return x @ weights.fc.T
 
@@ -254,9 +254,12 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
     logits, hidden = logits[None], hidden[None]
     frontier_score, frontier_node = torch.zeros(1, dtype=_wide(logits).dtype), torch.zeros(1, dtype=torch.int64)
     ancestors: list[list[int]] = [[]]  # per frontier node: rows of `local` behind the prefix that it sees
-    grid_token, grid_parent, grid_score, probs = [], [], [], []
+    grid_token: list[Tensor] = []
+    grid_parent: list[Tensor] = []
+    grid_score: list[Tensor] = []
+    probs: list[Tensor] = []
     for step in range(steps):
-        if not torch.isfinite(torch.logsumexp(_wide(logits), -1)).all():
+        if not bool(torch.isfinite(torch.logsumexp(_wide(logits), -1)).all()):
             return Draft.none()
         if temperature > 0:
             assert uniforms is not None
@@ -403,9 +406,11 @@ def verify_target_only(candidates: VerifyTree, target_probs: Tensor, uniforms: T
     At a node the children split [0, 1) by their target probability [N, V], in sibling order: the uniform [N] of that node falls
     on a child, which is accepted, or beyond all; then the emitted token is drawn from the rest of the target's distribution.
     """
-    node, nodes, tokens = 0, [0], []
+    node, nodes = 0, [0]
+    tokens: list[int] = []
     while True:
-        rest, reach, child = target_probs[node].double().clone(), 0.0, int(candidates.retrieve_next_token[node])
+        rest, reach, child = target_probs[node].double(), 0.0, int(candidates.retrieve_next_token[node])
+        rest = rest.clone()
         while child >= 0:
             token = int(candidates.draft_tokens[child])
             reach += float(target_probs[node, token])

@@ -27,13 +27,13 @@ class Backend {
   [[nodiscard]] virtual void* allocate(std::size_t bytes) = 0;
   // Brings matrices that are read together into the backend's own order.
   [[nodiscard]] virtual Linear prepare(std::span<const TensorView> parts) = 0;
-  // Called once, after planning and binding, before the first launch.
+  // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v live during this call only.
   virtual void bind(const EngineContext& context) = 0;
 
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;
-  // Launches `body` for a batch of at most `lanes` lanes and `rows` rows; a backend with graphs replays what it captured of it.
-  virtual void replay(int lanes, int rows, const std::function<void()>& body) = 0;
+  // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it captured.
+  virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;
 
   virtual void admit() = 0;  // lane status, new length: which requests are drafted for
   virtual void fuse(const FuseParams& params) = 0;

@@ -1,0 +1,47 @@
+# Turns a list of GPU architectures, as people write it, into CMake's.
+#
+#   eaglex_cuda_archs(OUT "9.0;12.0+PTX" "compute_90 compute_120")   ->  90-real;120
+#
+# Accepted: 90, 9.0, sm_90, 90a, each with an optional +PTX; separated by ';', ',' or spaces. `native` passes through.
+# With an empty list the default is taken: every target of eaglex that this nvcc knows, with PTX for the newest one, so
+# that later cards can still compile it. `supported` is the output of `nvcc --list-gpu-arch`.
+set(EAGLEX_DEFAULT_CUDA_ARCHS 80 89 90 100 120)
+
+function(eaglex_cuda_archs out requested supported)
+  string(REGEX REPLACE "[, ]+" ";" requested "${requested}")
+  string(REGEX MATCHALL "compute_[0-9]+" known "${supported}")
+  list(TRANSFORM known REPLACE "compute_" "")
+  set(result "")
+  if("${requested}" STREQUAL "")
+    foreach(arch IN LISTS EAGLEX_DEFAULT_CUDA_ARCHS)
+      if(arch IN_LIST known)
+        list(APPEND result "${arch}-real")
+        set(newest "${arch}")
+      endif()
+    endforeach()
+    if("${result}" STREQUAL "")
+      message(FATAL_ERROR "eaglex: this nvcc compiles for none of ${EAGLEX_DEFAULT_CUDA_ARCHS}; it knows: ${known}")
+    endif()
+    list(TRANSFORM result REPLACE "^${newest}-real$" "${newest}")
+  elseif("${requested}" STREQUAL "native")
+    set(result native)
+  else()
+    foreach(item IN LISTS requested)
+      if(NOT item MATCHES "^(sm_)?([0-9]+)\\.?([0-9])([af]?)(\\+PTX)?$")
+        message(FATAL_ERROR "eaglex: EAGLEX_CUDA_ARCHS: expected items like 90, 9.0, 90a or 12.0+PTX, got '${item}'")
+      endif()
+      set(number "${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
+      set(name "${number}${CMAKE_MATCH_4}")
+      if("${CMAKE_MATCH_5}" STREQUAL "")
+        string(APPEND name "-real")
+      endif()
+      if(NOT number IN_LIST known)
+        message(FATAL_ERROR "eaglex: EAGLEX_CUDA_ARCHS: '${item}' is unknown to this nvcc; it knows: ${known}")
+      elseif(number LESS 80)
+        message(FATAL_ERROR "eaglex: EAGLEX_CUDA_ARCHS: expected 80 (Ampere) or newer, got '${item}'")
+      endif()
+      list(APPEND result "${name}")
+    endforeach()
+  endif()
+  set(${out} "${result}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,234 @@
+// The only file that includes pybind11: translation between Python and the C++ engine, no decisions.
+//
+// Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors, BatchTensors,
+//                 VerifyTensors (every field is writable; a tensor field takes None or any object with __dlpack__).
+// Python calls:   DraftEngine(device, …).enqueue / run / tree; build_info().
+// Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+
+#include "core/dlpack.h"
+#include "core/error.h"
+#include "cpu/factory.h"
+#include "draft/engine.h"
+#ifdef EAGLEX_WITH_CUDA
+#include "cuda/factory.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+using eaglex::DType;
+using eaglex::ErrorCode;
+using eaglex::TensorView;
+
+DType dtype_of(DLDataType type) {
+  if (type.lanes == 1) {
+    if (type.code == eaglex::kDLFloat && type.bits == 32) return DType::kF32;
+    if (type.code == eaglex::kDLFloat && type.bits == 16) return DType::kF16;
+    if (type.code == eaglex::kDLBfloat && type.bits == 16) return DType::kBF16;
+    if (type.code == eaglex::kDLInt && type.bits == 32) return DType::kI32;
+    if (type.code == eaglex::kDLInt && type.bits == 64) return DType::kI64;
+    if ((type.code == eaglex::kDLUInt || type.code == eaglex::kDLBool) && type.bits == 8) return DType::kU8;
+  }
+  eaglex::fail(ErrorCode::kShape, "tensor: expected float32, float16, bfloat16, int32, int64, uint8 or bool, got DLPack code ",
+               int{type.code}, " with ", int{type.bits}, " bits");
+}
+
+TensorView view_of(const DLTensor& tensor) {
+  TensorView view;
+  if (tensor.ndim > eaglex::kMaxRank) {
+    eaglex::fail(ErrorCode::kShape, "tensor: expected at most ", eaglex::kMaxRank, " dimensions, got ", tensor.ndim);
+  }
+  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  view.dtype = dtype_of(tensor.dtype);
+  view.device = {tensor.device.device_type == eaglex::kDLCuda ? eaglex::DeviceKind::kCuda : eaglex::DeviceKind::kCpu,
+                 tensor.device.device_type == eaglex::kDLCuda ? tensor.device.device_id : 0};
+  view.rank = tensor.ndim;
+  std::int64_t compact = 1;
+  for (int i = tensor.ndim; i-- > 0;) {
+    const auto at = static_cast<std::size_t>(i);
+    view.shape[at] = tensor.shape[i];
+    view.stride[at] = tensor.strides == nullptr ? compact : tensor.strides[i];
+    compact *= tensor.shape[i];
+  }
+  return view;
+}
+
+// The capsule is dropped unconsumed, so it frees itself; the memory is the caller's tensor's.
+TensorView borrow(py::handle object) {
+  const auto device = object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
+  // -1 asks the producer not to synchronise streams: the engine's caller orders them. CPU producers want None.
+  const py::object stream = device.first == eaglex::kDLCuda ? py::object(py::int_(-1)) : py::object(py::none());
+  const py::capsule capsule = object.attr("__dlpack__")(py::arg("stream") = stream);
+  return view_of(capsule.get_pointer<DLManagedTensor>()->dl_tensor);
+}
+
+}  // namespace
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<TensorView> {
+  PYBIND11_TYPE_CASTER(TensorView, const_name("typing.Any"));
+
+  bool load(handle source, bool /*convert*/) {
+    if (source.is_none()) {
+      value = TensorView();
+      return true;
+    }
+    if (!hasattr(source, "__dlpack__")) return false;
+    value = borrow(source);
+    return true;
+  }
+  static handle cast(const TensorView& view, return_value_policy /*policy*/, handle /*parent*/) {
+    return py::str(view ? eaglex::describe(view) : "None").release();
+  }
+};
+
+}  // namespace pybind11::detail
+
+namespace {
+
+void translate(const eaglex::Error& error) {
+  const char* name = "EaglexError";
+  switch (error.code()) {
+    case ErrorCode::kConfig:
+      name = "ConfigError";
+      break;
+    case ErrorCode::kShape:
+      name = "ShapeError";
+      break;
+    case ErrorCode::kDevice:
+      name = "DeviceError";
+      break;
+    case ErrorCode::kBridge:
+      name = "BridgeError";
+      break;
+  }
+  PyErr_SetString(py::module_::import("eaglex.errors").attr(name).ptr(), error.what());
+}
+
+std::unique_ptr<eaglex::Backend> make_backend(const std::string& kind, int index) {
+  if (kind == "cpu") return eaglex::make_cpu_backend();
+#ifdef EAGLEX_WITH_CUDA
+  if (kind == "cuda") return eaglex::make_cuda_backend(index);
+#endif
+#ifdef EAGLEX_WITH_CUDA
+  constexpr const char* kBuilt = "cpu or cuda";
+#else
+  constexpr const char* kBuilt = "cpu (this build has no CUDA)";
+#endif
+  eaglex::fail(ErrorCode::kDevice, "device: expected ", kBuilt, ", got ", kind, ':', index);
+}
+
+void bind_configs(py::module_& m) {
+  using namespace eaglex;  // NOLINT(google-build-using-namespace): the names below are all of it
+  py::enum_<AuxNorm>(m, "AuxNorm").value("NONE", AuxNorm::kNone).value("WHOLE", AuxNorm::kWhole).value("EACH", AuxNorm::kEach);
+  py::enum_<Residual>(m, "Residual").value("PRE_NORM", Residual::kPreNorm).value("NORMED", Residual::kNormed);
+  py::enum_<NextHidden>(m, "NextHidden").value("PRE_NORM", NextHidden::kPreNorm).value("NORMED", NextHidden::kNormed);
+  py::enum_<EmbeddingNorm>(m, "EmbeddingNorm").value("NORMED", EmbeddingNorm::kNormed).value("NONE", EmbeddingNorm::kNone);
+  py::enum_<Sampling>(m, "Sampling").value("GREEDY", Sampling::kGreedy).value("REJECTION", Sampling::kRejection);
+  py::enum_<MaskMode>(m, "MaskMode")
+      .value("FULL", MaskMode::kFull)
+      .value("QLEN_ONLY", MaskMode::kQlenOnly)
+      .value("QLEN_ONLY_BITPACK", MaskMode::kQlenOnlyBitpack);
+
+#define EAGLEX_FIELD(Struct, name) .def_readwrite(#name, &Struct::name)
+  py::class_<DraftConfig>(m, "DraftConfig").def(py::init<>())
+      EAGLEX_FIELD(DraftConfig, hidden_size) EAGLEX_FIELD(DraftConfig, target_hidden_size)
+      EAGLEX_FIELD(DraftConfig, intermediate_size) EAGLEX_FIELD(DraftConfig, num_heads) EAGLEX_FIELD(DraftConfig, num_kv_heads)
+      EAGLEX_FIELD(DraftConfig, head_dim) EAGLEX_FIELD(DraftConfig, vocab_size) EAGLEX_FIELD(DraftConfig, draft_vocab_size)
+      EAGLEX_FIELD(DraftConfig, max_positions) EAGLEX_FIELD(DraftConfig, num_layers) EAGLEX_FIELD(DraftConfig, num_aux)
+      EAGLEX_FIELD(DraftConfig, rotary_dim) EAGLEX_FIELD(DraftConfig, rms_norm_eps) EAGLEX_FIELD(DraftConfig, rope_factor)
+      EAGLEX_FIELD(DraftConfig, aux_norm) EAGLEX_FIELD(DraftConfig, residual) EAGLEX_FIELD(DraftConfig, next_hidden)
+      EAGLEX_FIELD(DraftConfig, embedding_norm);
+  py::class_<SpeculationConfig>(m, "SpeculationConfig").def(py::init<>())
+      EAGLEX_FIELD(SpeculationConfig, num_steps) EAGLEX_FIELD(SpeculationConfig, topk)
+      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling);
+  py::class_<EngineLimits>(m, "EngineLimits").def(py::init<>())
+      EAGLEX_FIELD(EngineLimits, max_batch) EAGLEX_FIELD(EngineLimits, max_rows) EAGLEX_FIELD(EngineLimits, num_slots);
+}
+
+void bind_tensors(py::module_& m) {
+  using namespace eaglex;  // NOLINT(google-build-using-namespace)
+  py::class_<LayerWeights>(m, "LayerWeights").def(py::init<>())
+      EAGLEX_FIELD(LayerWeights, input_layernorm) EAGLEX_FIELD(LayerWeights, hidden_norm) EAGLEX_FIELD(LayerWeights, q_proj)
+      EAGLEX_FIELD(LayerWeights, k_proj) EAGLEX_FIELD(LayerWeights, v_proj) EAGLEX_FIELD(LayerWeights, o_proj)
+      EAGLEX_FIELD(LayerWeights, post_attention_layernorm) EAGLEX_FIELD(LayerWeights, gate_proj)
+      EAGLEX_FIELD(LayerWeights, up_proj) EAGLEX_FIELD(LayerWeights, down_proj);
+  py::class_<DraftWeights>(m, "DraftWeights").def(py::init<>())
+      EAGLEX_FIELD(DraftWeights, embed_tokens) EAGLEX_FIELD(DraftWeights, fc) EAGLEX_FIELD(DraftWeights, aux_norms)
+      EAGLEX_FIELD(DraftWeights, layers) EAGLEX_FIELD(DraftWeights, norm) EAGLEX_FIELD(DraftWeights, lm_head)
+      EAGLEX_FIELD(DraftWeights, d2t) EAGLEX_FIELD(DraftWeights, inv_freq);
+  py::class_<EngineTensors>(m, "EngineTensors").def(py::init<>())
+      EAGLEX_FIELD(EngineTensors, req_to_token) EAGLEX_FIELD(EngineTensors, draft_k) EAGLEX_FIELD(EngineTensors, draft_v)
+      EAGLEX_FIELD(EngineTensors, draft_tokens) EAGLEX_FIELD(EngineTensors, parents) EAGLEX_FIELD(EngineTensors, scores)
+      EAGLEX_FIELD(EngineTensors, num_nodes) EAGLEX_FIELD(EngineTensors, drafted_for) EAGLEX_FIELD(EngineTensors, draft_probs)
+      EAGLEX_FIELD(EngineTensors, counters);
+  py::class_<BatchTensors>(m, "BatchTensors").def(py::init<>())
+      EAGLEX_FIELD(BatchTensors, aux_hidden_states) EAGLEX_FIELD(BatchTensors, input_ids) EAGLEX_FIELD(BatchTensors, row_start)
+      EAGLEX_FIELD(BatchTensors, num_valid) EAGLEX_FIELD(BatchTensors, draft_from)
+      EAGLEX_FIELD(BatchTensors, req_pool_indices) EAGLEX_FIELD(BatchTensors, seq_lens)
+      EAGLEX_FIELD(BatchTensors, temperatures) EAGLEX_FIELD(BatchTensors, uniforms);
+  py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
+      EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_FIELD(VerifyTensors, req_pool_indices)
+      EAGLEX_FIELD(VerifyTensors, seq_lens) EAGLEX_FIELD(VerifyTensors, bonus_tokens)
+      EAGLEX_FIELD(VerifyTensors, draft_tokens) EAGLEX_FIELD(VerifyTensors, positions)
+      EAGLEX_FIELD(VerifyTensors, retrieve_index) EAGLEX_FIELD(VerifyTensors, retrieve_next_token)
+      EAGLEX_FIELD(VerifyTensors, retrieve_next_sibling) EAGLEX_FIELD(VerifyTensors, mask);
+#undef EAGLEX_FIELD
+}
+
+void bind_engine(py::module_& m) {
+  using eaglex::DraftEngine;
+  const auto as_stream = [](std::uintptr_t stream) { return reinterpret_cast<eaglex::Stream>(stream); };  // NOLINT
+  py::class_<DraftEngine>(m, "DraftEngine")
+      .def(py::init([](const std::string& device, int index, const eaglex::DraftConfig& config,
+                       const eaglex::SpeculationConfig& speculation, const eaglex::EngineLimits& limits,
+                       const eaglex::DraftWeights& weights, const eaglex::EngineTensors& tensors) {
+             return std::make_unique<DraftEngine>(make_backend(device, index), config, speculation, limits, weights, tensors);
+           }),
+           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"), py::arg("limits"),
+           py::arg("weights"), py::arg("tensors"))
+      .def("enqueue", [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
+             self.enqueue(batch, as_stream(stream));
+           }, py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("run", [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
+             self.run(batch, as_stream(stream));
+           }, py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("tree", [=](DraftEngine& self, const eaglex::VerifyTensors& batch, std::uintptr_t stream) {
+             self.tree(batch, as_stream(stream));
+           }, py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("backend_name", &DraftEngine::backend_name)
+      .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The C++ side of eaglex; use eaglex.engine.DraftEngine.";
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const eaglex::Error& error) {
+      translate(error);
+    }
+  });
+  bind_configs(m);
+  bind_tensors(m);
+  bind_engine(m);
+  m.attr("MAX_STEPS") = eaglex::kMaxSteps;
+  m.attr("MAX_TOPK") = eaglex::kMaxTopk;
+  m.attr("MAX_DRAFT_TOKENS") = eaglex::kMaxDraftTokens;
+  m.attr("LANE_STATUS_COUNT") = eaglex::kNumLaneStatus;
+#ifdef EAGLEX_WITH_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+}

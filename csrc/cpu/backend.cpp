@@ -1,0 +1,68 @@
+#include "cpu/backend.h"
+
+#include "core/select.h"
+#include "core/tree.h"
+#include "cpu/factory.h"
+
+namespace eaglex {
+
+std::unique_ptr<Backend> make_cpu_backend() { return std::make_unique<cpu::CpuBackend>(); }
+
+}  // namespace eaglex
+
+namespace eaglex::cpu {
+
+void* CpuBackend::allocate(std::size_t bytes) {
+  constexpr std::size_t kAlignment = 256;
+  memory_.push_back(std::make_unique<std::byte[]>(bytes + kAlignment));
+  void* block = memory_.back().get();
+  std::size_t space = bytes + kAlignment;
+  return std::align(kAlignment, bytes, block, space);
+}
+
+Linear CpuBackend::prepare(std::span<const TensorView> parts) {
+  Linear linear;
+  for (const TensorView& part : parts) linear.parts[linear.num_parts++] = part;
+  return linear;
+}
+
+void CpuBackend::bind(const EngineContext& context) {
+  context_ = context;
+  k_.assign(context.kv.k, context.kv.k + context.config.num_layers);
+  v_.assign(context.kv.v, context.kv.v + context.config.num_layers);
+  context_.kv.k = k_.data();
+  context_.kv.v = v_.data();
+}
+
+void CpuBackend::begin(const DraftBatch& batch, Stream /*stream*/) { batch_ = batch; }
+
+CpuBackend::LiveRows CpuBackend::live_rows(const Rows& rows) const {
+  LiveRows live;
+  for (std::int64_t row = 0; row < rows.max_rows; ++row) {
+    const RowPlace place = locate(context_, batch_, rows, row);
+    if (!place.live) continue;
+    live.rows.push_back(row);
+    live.places.push_back(place);
+  }
+  return live;
+}
+
+void CpuBackend::admit() {
+  for (std::int32_t lane = 0; lane < batch_.batch; ++lane) admit_lane(context_, batch_, lane);
+}
+
+void CpuBackend::select(const SelectParams& params) {
+  const bool last = params.draft_step + 1 >= context_.speculation.num_steps;
+  for (std::int32_t lane = 0; lane < batch_.batch; ++lane) {
+    const LaneStatus status = select_lane(context_, batch_, params, lane);
+    if (last) ++context_.results.counters[static_cast<std::int32_t>(status)];
+  }
+}
+
+void CpuBackend::tree(const VerifyBatch& batch, Stream /*stream*/) {
+  const TreeSource source{context_.results, context_.limits.num_slots, context_.speculation.num_draft_tokens - 1,
+                          context_.config.vocab_size};
+  for (std::int32_t lane = 0; lane < batch.batch; ++lane) tree_lane(source, batch, lane);
+}
+
+}  // namespace eaglex::cpu

@@ -1,0 +1,63 @@
+#include "cpu/numeric.h"
+
+#include <cmath>
+#include <vector>
+
+// One binary for old and new x86 processors: the loader picks the widest version that runs. Elsewhere the compiler's default.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define EAGLEX_CPU_VERSIONS __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define EAGLEX_CPU_VERSIONS
+#endif
+
+namespace eaglex::cpu {
+
+const float* widen(const void* data, DType dtype, std::int64_t first, std::int64_t count, float* buffer) {
+  if (dtype == DType::kF32) return static_cast<const float*>(data) + first;
+  const auto* const source = static_cast<const std::uint16_t*>(data) + first;
+  if (dtype == DType::kBF16) {
+    for (std::int64_t i = 0; i < count; ++i) buffer[i] = from_bf16(source[i]);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) buffer[i] = from_f16(source[i]);
+  }
+  return buffer;
+}
+
+EAGLEX_CPU_VERSIONS
+float dot(const float* a, const float* b, std::int64_t count) {
+  // Independent partial sums: what lets the compiler use vectors without reordering a sum behind our back.
+  constexpr int kLanes = 32;
+  float partial[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) partial[lane] += a[i + lane] * b[i + lane];
+  }
+  float sum = 0;
+  for (; i < count; ++i) sum += a[i] * b[i];
+  for (const float value : partial) sum += value;
+  return sum;
+}
+
+void rms_norm(const float* x, const TensorView& gamma, float eps, float* out) {
+  const std::int64_t size = gamma.shape[0];
+  const float scale = 1.0F / std::sqrt(dot(x, x, size) / static_cast<float>(size) + eps);
+  for (std::int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * load(gamma.data, gamma.dtype, i);
+}
+
+void linear(const LinearRows& rows, const TensorView& weight, float* out, std::int64_t out_stride) {
+  const std::int64_t outputs = weight.shape[0];
+#pragma omp parallel
+  {
+    std::vector<float> buffer(static_cast<std::size_t>(rows.in));
+#pragma omp for schedule(static)
+    for (std::int64_t o = 0; o < outputs; ++o) {
+      const float* const w = widen(weight.data, weight.dtype, o * rows.in, rows.in, buffer.data());
+      for (std::int64_t i = 0; i < rows.count; ++i) {
+        const std::int64_t row = rows.rows == nullptr ? i : rows.rows[i];
+        out[row * out_stride + o] = dot(rows.x + i * rows.in, w, rows.in);
+      }
+    }
+  }
+}
+
+}  // namespace eaglex::cpu

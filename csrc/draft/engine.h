@@ -1,0 +1,35 @@
+// DraftEngine: the public C++ class. Owns the backend, its workspace and the loop; borrows weights, KV pool and result buffers.
+#pragma once
+
+#include <memory>
+
+#include "core/backend.h"
+#include "draft/door.h"
+#include "draft/loop.h"
+
+namespace eaglex {
+
+class DraftEngine {
+ public:
+  // Checks everything before the first byte of device memory is taken; throws Error. All tensors must outlive the engine.
+  DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config, const SpeculationConfig& speculation,
+              const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors);
+
+  // One cycle as raw launches on `stream`; a host may capture them. Results appear by request slot.
+  void enqueue(const BatchTensors& batch, Stream stream);
+  // One cycle as one launch: the backend replays its graph of this batch size.
+  void run(const BatchTensors& batch, Stream stream);
+  // The drafts of these slots as the verifier's tensors.
+  void tree(const VerifyTensors& batch, Stream stream);
+
+  [[nodiscard]] const char* backend_name() const noexcept { return backend_->name(); }
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept { return loop_.workspace_bytes(); }
+
+ private:
+  DraftBatch admit(const BatchTensors& batch) const;
+
+  std::unique_ptr<Backend> backend_;
+  Loop loop_;
+};
+
+}  // namespace eaglex
