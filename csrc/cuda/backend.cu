@@ -95,9 +95,9 @@ void CudaBackend::plan() {
   plan_.rows = std::max(plan_.rows / context_.speculation.topk, 1) * context_.speculation.topk;  // whole lanes
   const auto logits = static_cast<std::size_t>(config.draft_vocab_size) * sizeof(float);
   plan_.head_rows = std::min(per_row(logits, frontier), plan_.rows);
-  // The most rows · splits that any launch of attention asks for: see splits_of.
+  // Rows · splits of a launch of attention that splits at all: see splits_of.
   const auto width = static_cast<std::size_t>(context_.speculation.topk);
-  const std::size_t groups = static_cast<std::size_t>(4 * num_sms_ / config.num_kv_heads + 1) + static_cast<std::size_t>(plan_.rows) / width + 1;
+  const auto groups = static_cast<std::size_t>(4 * num_sms_ / config.num_kv_heads + 1);
   plan_.attention_floats = groups * width * static_cast<std::size_t>(config.num_heads) * static_cast<std::size_t>(config.head_dim + 2);
 }
 

@@ -4,6 +4,7 @@
 // Mapping: one warp, one word per thread.
 #include "cuda/graph.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -12,6 +13,7 @@ namespace eaglex::cuda {
 namespace {
 
 constexpr std::chrono::seconds kDeadline{30};
+constexpr int kDepth = ParameterRing::kDepth;
 
 // What is captured so far is thrown away unless finish() was reached.
 class Capture {
@@ -54,7 +56,17 @@ __device__ void copy_block(const DraftBatch* from, DraftBatch* to) {
 
 __global__ void store_block(const __grid_constant__ DraftBatch batch, DraftBatch* block) { copy_block(&batch, block); }
 
-// Batches of many sizes share few graphs: every size to 4, then steps of a quarter of the power of two.
+__global__ void load_block(ParameterRing* ring, unsigned long long* launches, DraftBatch* block) {
+  const unsigned long long launch = *launches;
+  copy_block(&ring->entries[launch % kDepth], block);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  *launches = launch + 1;
+  __threadfence_system();  // the entry is read before the host hears so
+  ring->read = launch + 1;
+}
+
+// Batches of many sizes share few graphs: every size to 8, then steps of an eighth to a quarter.
 std::vector<Graphs::Bucket> plan_buckets(const EngineLimits& limits, const SpeculationConfig& speculation) {
   std::vector<Graphs::Bucket> buckets;
   int lanes = 1;
@@ -78,19 +90,9 @@ PinnedMemory allocate_pinned(std::size_t bytes) {
   return PinnedMemory(block);
 }
 
-__global__ void Graphs::load_block(const Ring* ring, unsigned long long* launches, volatile unsigned long long* read, DraftBatch* block) {
-  const unsigned long long launch = *launches;
-  copy_block(&ring->entries[launch % kDepth], block);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  *launches = launch + 1;
-  __threadfence_system();  // the entry is read before the host hears so
-  *read = launch + 1;
-}
-
 Graphs::Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, DraftBatch* block)
-    : buckets_(plan_buckets(limits, speculation)), block_(block), ring_memory_(allocate_pinned(sizeof(Ring))),
-      ring_(static_cast<Ring*>(ring_memory_.get())), launches_(allocate_device(sizeof(unsigned long long))) {
+    : buckets_(plan_buckets(limits, speculation)), block_(block), ring_memory_(allocate_pinned(sizeof(ParameterRing))),
+      ring_(static_cast<ParameterRing*>(ring_memory_.get())), launches_(allocate_device(sizeof(unsigned long long))) {
   EAGLEX_CUDA_CHECK(cudaStreamCreateWithFlags(&capture_stream_, cudaStreamNonBlocking));
 }
 
@@ -105,7 +107,7 @@ void Graphs::capture_all(const Body& body) {
     for (const Bucket& bucket : buckets_) {
       Capture capture(capture_stream_);
       cuda::launch("load_block", load_block, {dim3(1), kWarp, 0, capture_stream_}, ring_,
-                   static_cast<unsigned long long*>(launches_.get()), &ring_->read, block_);
+                   static_cast<unsigned long long*>(launches_.get()), block_);
       body(bucket, capture_stream_);
       execs.push_back(capture.finish());
       EAGLEX_CUDA_CHECK(cudaGraphUpload(execs.back(), capture_stream_));

@@ -12,6 +12,14 @@
 
 namespace eaglex::cuda {
 
+// In pinned memory. The n-th launch of any graph reads entry n % kDepth; the device counts launches itself, so that nothing in the
+// graph changes from replay to replay, and says how many entries it has read.
+struct ParameterRing {
+  static constexpr int kDepth = 8;
+  DraftBatch entries[kDepth];
+  volatile unsigned long long read;
+};
+
 class Graphs {
  public:
   // Lanes and rows that one graph is good for.
@@ -36,14 +44,6 @@ class Graphs {
   void launch(int bucket, const DraftBatch& batch, cudaStream_t stream);
 
  private:
-  static constexpr int kDepth = 8;
-  // In pinned memory. The n-th launch of any graph reads entry n % kDepth; the device counts launches itself, so that nothing in
-  // the graph changes from replay to replay, and says how many entries it has read.
-  struct Ring {
-    DraftBatch entries[kDepth];
-    volatile unsigned long long read = 0;
-  };
-  static __global__ void load_block(const Ring* ring, unsigned long long* launches, volatile unsigned long long* read, DraftBatch* block);
   void wait_for_entry(cudaStream_t stream) const;
 
   std::vector<Bucket> buckets_;
@@ -51,7 +51,7 @@ class Graphs {
   cudaStream_t capture_stream_ = nullptr;
   DraftBatch* block_ = nullptr;
   PinnedMemory ring_memory_;
-  Ring* ring_ = nullptr;
+  ParameterRing* ring_ = nullptr;
   DeviceMemory launches_;            // unsigned long long, the device's count
   unsigned long long launched_ = 0;  // the host's
 };
