@@ -23,6 +23,13 @@ void rotate(float* head, Index position, const float* inv_freq, int rotary_dim, 
   }
 }
 
+// Zero for what is not finite in the pool's type (float16 ends at 65504): a NaN or infinity in the pool would void every later
+// draft of all requests that share the prefix.
+void store_finite(void* pool, DType dtype, Index i, float value) {
+  store(pool, dtype, i, value);
+  if (!std::isfinite(load(pool, dtype, i))) store(pool, dtype, i, 0.0F);
+}
+
 void copy(const float* from, Index count, float* to) {
   for (Index i = 0; i < count; ++i) to[i] = from[i];
 }
@@ -119,11 +126,9 @@ void CpuBackend::qkv(const QkvParams& params) {
              config.rotary_dim, config.rope_factor);
     }
     for (Index j = 0; j < kv_size; ++j) {
-      // A NaN in the pool would void every later draft of all requests that share the prefix.
-      const float key = k[at * static_cast<std::size_t>(kv_size) + static_cast<std::size_t>(j)];
-      const float value = v[at * static_cast<std::size_t>(kv_size) + static_cast<std::size_t>(j)];
-      store(k_out, context_.kv.dtype, slot * kv_size + j, std::isfinite(key) ? key : 0.0F);
-      store(v_out, context_.kv.dtype, slot * kv_size + j, std::isfinite(value) ? value : 0.0F);
+      const std::size_t from = at * static_cast<std::size_t>(kv_size) + static_cast<std::size_t>(j);
+      store_finite(k_out, context_.kv.dtype, slot * kv_size + j, k[from]);
+      store_finite(v_out, context_.kv.dtype, slot * kv_size + j, v[from]);
     }
   }
 }

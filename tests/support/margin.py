@@ -1,0 +1,69 @@
+"""How clear the reference's decisions were: a draft whose decisive gap is below the rounding of float32 cannot be compared."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from eaglex import reference
+
+
+class Margin:
+    """The smallest gap on which a decision of the reference hung."""
+
+    def __init__(self) -> None:
+        self.gap = math.inf
+
+    def narrow(self, gap: float) -> None:
+        self.gap = min(self.gap, gap)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Margin]:
+    """Within: every ranking, every cut of the re-ranking and every draw of the reference narrows the margin.
+
+    A step's top-k and the frontier need their order, so all gaps down to the first loser count. `select` keeps a set, so only the
+    gap between the last kept and the first dropped counts. A draw hangs on the distance from the uniform to the nearest edge.
+    """
+    margin = Margin()
+    top_k, select, inverse_cdf = reference.top_k, reference.select, reference.inverse_cdf
+
+    def ranked(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        best = values.sort(-1, descending=True).values[:, : k + 1]
+        if best.shape[1] > 1:
+            margin.narrow(float((best[:, :-1] - best[:, 1:]).min()))
+        return top_k(values, k)
+
+    def cut(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> reference.Draft:
+        best = scores.sort(descending=True).values
+        if 0 < count < len(best):
+            margin.narrow(float(best[count - 1] - best[count]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "top_k", top_k)
+            return select(tokens, parents, scores, count)
+
+    def drawn(weights: Tensor, uniform: Tensor) -> Tensor:
+        running = weights.double().cumsum(0)
+        margin.narrow(float((running / running[-1] - uniform.double()).abs().min()))
+        return inverse_cdf(weights, uniform)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "top_k", ranked)
+        patch.setattr(reference, "select", cut)
+        patch.setattr(reference, "inverse_cdf", drawn)
+        yield margin
+
+
+@contextlib.contextmanager
+def kv_rounded_to(dtype: torch.dtype) -> Iterator[None]:
+    """Within: the reference keeps K and V as a pool of that type would."""
+    finite = reference._finite
+    with pytest.MonkeyPatch.context() as patch:
+        if dtype != torch.float32:
+            patch.setattr(reference, "_finite", lambda x: finite(x).to(dtype).to(x.dtype))
+        yield
