@@ -1,8 +1,10 @@
 // attention: softmax(q kᵀ / √D) v over the prefix in the paged pool and the node's ancestors in the scratch.
 // Caller: per layer, after qkv.
 // Bytes: K and V of prefix and scratch once per kv head and block of 16 queries; queries of one kv head share them (GQA).
-// Mapping: grid (splits of the keys, kv heads × blocks of queries, lanes or rows); then one CTA per row and head combines the
-//          splits in fixed order. The shares depend on the number of keys alone, so the result is bitwise repeatable.
+// Mapping: grid (workers over shares of the keys, kv heads × blocks of queries, lanes or rows); then one CTA per row and head
+//          combines the shares in fixed order. They depend on the number of keys alone, so a result does not depend on the batch.
+#include <algorithm>
+
 #include "cuda/kernels.h"
 
 namespace eaglex::cuda {
@@ -10,22 +12,51 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kKeys = kWarp;    // keys per tile: one per lane of a warp
-constexpr int kQueries = 16;    // query vectors per CTA
+constexpr int kKeys = kWarp;  // keys per tile: one per lane of a warp
+constexpr int kQueries = 16;  // query vectors per CTA
 constexpr int kPerWarp = kQueries / kWarps;
 constexpr int kMaxDim = 256;
+constexpr int kMaxShares = 32;
 constexpr int kColumns = kMaxDim / kThreads;  // output columns per thread
 constexpr int kMaskWords = (kMaxSteps * kMaxTopk + 31) / 32;
 
 // K or V of one tile in fp32, one float of padding per key against bank conflicts; then the queries.
-std::size_t shared_bytes(int dim) { return sizeof(float) * (static_cast<std::size_t>(kKeys) * (dim + 1) + kQueries * dim); }
+std::size_t shared_bytes(int dim) {
+  return sizeof(float) * (static_cast<std::size_t>(kKeys) * (dim + 1) + kQueries * dim);
+}
 
 // The queries of one CTA: rows of one lane (the frontier of a step) or one row, times the heads that share a kv head.
 struct Group {
   std::int64_t row = 0;  // first row
-  int first = 0;         // first query of the CTA, row-major over [rows, heads of the group]
+  int first = 0;  // first query of the CTA, row-major over [rows, heads of the group]
   int count = 0;
   int heads = 0;
+};
+
+// The keys of a row in equal shares of whole tiles, few enough for the buffer of partial results.
+struct Shares {
+  std::int64_t keys = 0;  // per share
+  int count = 0;
+
+  __device__ explicit Shares(std::int64_t total) {
+    constexpr std::int64_t kLeast = 2 * kKeys;
+    keys = ((total + kMaxShares - 1) / kMaxShares + kKeys - 1) / kKeys * kKeys;
+    if (keys < kLeast) keys = kLeast;
+    count = static_cast<int>((total + keys - 1) / keys);
+  }
+};
+
+// Keys that the rows of a lane see at most: the prefix, and in a step the scratch nodes so far.
+struct Keys {
+  std::int64_t prefix = 0;
+  std::int64_t total = 0;
+
+  __device__ Keys(const EngineContext& context, const Rows& rows, const RowPlace& place) {
+    if (!place.live) return;
+    const bool step = rows.pass == Pass::kStep;
+    prefix = step ? context.lanes.new_len[place.lane] : place.position + 1;
+    total = prefix + (step ? rows.step * context.speculation.topk : 0);
+  }
 };
 
 struct Key {
@@ -33,7 +64,7 @@ struct Key {
   bool scratch = false;
 };
 
-__device__ Key find_key(const Chain& chain, const AttentionLaunch& p, const RowPlace& place, std::int64_t request, std::int64_t prefix,
+__device__ Key find_key(const Chain& chain, const RowPlace& place, std::int64_t request, std::int64_t prefix,
                         std::int64_t total, std::int64_t i) {
   if (i >= total) return {};
   if (i < prefix) return {kv_slot(chain.context.kv, request, i), false};
@@ -41,7 +72,8 @@ __device__ Key find_key(const Chain& chain, const AttentionLaunch& p, const RowP
 }
 
 // Loads rows of one kv head into shared memory; rows without a key become zero.
-__device__ void load_tile(const Chain& chain, const Key* keys, const void* pool, const void* scratch, int head, float* tile) {
+__device__ void load_tile(const Chain& chain, const Key* keys, const void* pool, const void* scratch, int head,
+                          float* tile) {
   const DraftConfig& config = chain.context.config;
   const int dim = config.head_dim;
   const DType type = chain.context.kv.dtype;
@@ -62,8 +94,9 @@ __device__ void load_tile(const Chain& chain, const Key* keys, const void* pool,
       const uint4 packed = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(source) + at);
       const std::uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
       for (int e = 0; e < 4; ++e) {
-        const float2 pair = type == DType::kF16 ? __half22float2(*reinterpret_cast<const __half2*>(&words[e]))
-                                                : __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&words[e]));
+        const float2 pair = type == DType::kF16
+                                ? __half22float2(*reinterpret_cast<const __half2*>(&words[e]))
+                                : __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&words[e]));
         to[2 * e] = pair.x;
         to[2 * e + 1] = pair.y;
       }
@@ -76,16 +109,18 @@ struct Query {
   std::int64_t row = 0;
   int head = 0;
   __device__ Query(const Group& group, int kv_head, int i)
-      : row(group.row + (group.first + i) / group.heads), head(kv_head * group.heads + (group.first + i) % group.heads) {}
+      : row(group.row + (group.first + i) / group.heads),
+        head(kv_head * group.heads + (group.first + i) % group.heads) {}
 };
 
-__device__ float* partial_of(const Chain& chain, const AttentionLaunch& p, const Query& query, int split) {
+// [rows, heads, shares, D + 2]: Σ w·v, max, Σ w
+__device__ float* partial_of(const Chain& chain, const AttentionLaunch& p, std::int64_t row, int head, int share) {
   const DraftConfig& config = chain.context.config;
-  return p.partial + (((query.row - p.range.first) * config.num_heads + query.head) * p.splits + split) * (config.head_dim + 2);
+  return p.partial + (((row - p.range.first) * config.num_heads + head) * kMaxShares + share) * (config.head_dim + 2);
 }
 
-__global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_constant__ Chain chain, DType type,
-                                                             const __grid_constant__ AttentionLaunch p) {
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const __grid_constant__ Chain chain, DType type, const __grid_constant__ AttentionLaunch p) {
   extern __shared__ float dynamic[];
   __shared__ Key keys[kKeys];
   __shared__ float weights[kQueries][kKeys];
@@ -109,136 +144,132 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   group.count = min((step ? topk : 1) * group.heads - group.first, kQueries);
   if (group.row >= rows_of_pass(batch, rows.pass, topk)) return;
   const RowPlace place = locate(context, batch, rows, group.row);  // rows of one lane live and die together
-  const std::int64_t prefix = !place.live ? 0 : step ? context.lanes.new_len[place.lane] : place.position + 1;
-  const std::int64_t total = !place.live ? 0 : prefix + (step ? rows.step * topk : 0);
-  const std::int64_t request = place.live ? batch.req_pool_indices[place.lane] : 0;
-  const std::int64_t share = ((total + p.splits - 1) / p.splits + kKeys - 1) / kKeys * kKeys;
-  const std::int64_t begin = blockIdx.x * share;
-  const std::int64_t end = begin + share < total ? begin + share : total;
+  const Keys all(context, rows, place);
+  const Shares shares(all.total);
+  if (static_cast<int>(blockIdx.x) >= shares.count) return;
+  const std::int64_t request = batch.req_pool_indices[place.lane];
 
   float* const tile = dynamic;
   float* const queries = dynamic + kKeys * (dim + 1);
   const float scale = rsqrtf(static_cast<float>(dim));
   for (int i = thread; i < group.count * dim; i += kThreads) {
     const Query query(group, kv_head, i / dim);
-    queries[i] = begin < end ? scale * load_float(p.q, type, (query.row * config.num_heads + query.head) * dim + i % dim) : 0.0F;
+    queries[i] = scale * load_float(p.q, type, (query.row * config.num_heads + query.head) * dim + i % dim);
   }
   for (int i = thread; i < kQueries * kMaskWords; i += kThreads) ancestors[i / kMaskWords][i % kMaskWords] = 0;
-  if (thread < kQueries) {
-    tops[thread] = -INFINITY;
-    totals[thread] = 0;
-  }
   __syncthreads();
-  if (step && thread < group.count && begin < end) {
+  if (step && thread < group.count) {
     const std::int64_t row = Query(group, kv_head, thread).row;
-    const std::int32_t* const nodes = context.lanes.ancestors[(rows.step - 1) % 2] + row * context.speculation.num_steps;
+    const std::int32_t* const nodes =
+        context.lanes.ancestors[(rows.step - 1) % 2] + row * context.speculation.num_steps;
     for (int depth = 0; depth < rows.step; ++depth) ancestors[thread][nodes[depth] / 32] |= 1U << (nodes[depth] % 32);
   }
 
-  float sums[kQueries][kColumns] = {};
-  for (std::int64_t first = begin; first < end; first += kKeys) {
-    if (thread < kKeys) keys[thread] = find_key(chain, p, place, request, prefix, end, first + thread);
-    __syncthreads();
-    load_tile(chain, keys, p.pool_k, p.scratch_k, kv_head, tile);
-    __syncthreads();
+  for (int share = static_cast<int>(blockIdx.x); share < shares.count; share += static_cast<int>(gridDim.x)) {
+    const std::int64_t begin = share * shares.keys;
+    const std::int64_t end = begin + shares.keys < all.total ? begin + shares.keys : all.total;
+    if (thread < kQueries) {
+      tops[thread] = -INFINITY;
+      totals[thread] = 0;
+    }
+    float sums[kQueries][kColumns] = {};
+    for (std::int64_t first = begin; first < end; first += kKeys) {
+      if (thread < kKeys) keys[thread] = find_key(chain, place, request, all.prefix, end, first + thread);
+      __syncthreads();
+      load_tile(chain, keys, p.pool_k, p.scratch_k, kv_head, tile);
+      __syncthreads();
 
-    // One key per lane, queries warp, warp + 4, …: scores, running maximum, weights.
-    float scores[kPerWarp] = {};
-    for (int d = 0; d < dim; ++d) {
-      const float k = tile[lane * (dim + 1) + d];
+      // One key per lane, queries warp, warp + 4, …: scores, running maximum, weights.
+      float scores[kPerWarp] = {};
+      for (int d = 0; d < dim; ++d) {
+        const float k = tile[lane * (dim + 1) + d];
 #pragma unroll
-      for (int i = 0; i < kPerWarp; ++i) {
-        if (warp + i * kWarps < group.count) scores[i] += k * queries[(warp + i * kWarps) * dim + d];
-      }
-    }
-    for (int i = 0; i < kPerWarp; ++i) {
-      const int query = warp + i * kWarps;
-      if (query >= group.count) break;
-      bool seen = keys[lane].at >= 0;
-      if (seen && keys[lane].scratch) {
-        const auto node = static_cast<int>(first + lane - prefix);
-        seen = (ancestors[query][node / 32] >> (node % 32) & 1U) != 0;
-      }
-      const float score = seen ? scores[i] : -INFINITY;
-      float top = score;
-      for (int offset = kWarp / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-      const float before = tops[query];
-      top = fmaxf(top, before);
-      const float weight = seen ? expf(score - top) : 0.0F;  // a score of NaN or +infinity makes NaN, as it should
-      float sum = weight;
-      for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-      weights[query][lane] = weight;
-      __syncwarp();
-      if (lane == 0) {
-        const float factor = before == -INFINITY ? 0.0F : expf(before - top);
-        rescale[query] = factor;
-        tops[query] = top;
-        totals[query] = totals[query] * factor + sum;
-      }
-    }
-    __syncthreads();
-    load_tile(chain, keys, p.pool_v, p.scratch_v, kv_head, tile);
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int d = thread + c * kThreads;
-      if (d >= dim) break;
-#pragma unroll
-      for (int i = 0; i < kQueries; ++i) {
-        if (i < group.count) sums[i][c] *= rescale[i];
-      }
-      for (int j = 0; j < kKeys; ++j) {
-        const float v = tile[j * (dim + 1) + d];
-#pragma unroll
-        for (int i = 0; i < kQueries; ++i) {
-          if (i < group.count) sums[i][c] += weights[i][j] * v;
+        for (int i = 0; i < kPerWarp; ++i) {
+          if (warp + i * kWarps < group.count) scores[i] += k * queries[(warp + i * kWarps) * dim + d];
         }
       }
+      for (int i = 0; i < kPerWarp; ++i) {
+        const int query = warp + i * kWarps;
+        if (query >= group.count) break;
+        bool seen = keys[lane].at >= 0;
+        if (seen && keys[lane].scratch) {
+          const auto node = static_cast<int>(first + lane - all.prefix);
+          seen = (ancestors[query][node / 32] >> (node % 32) & 1U) != 0;
+        }
+        const float score = seen ? scores[i] : -INFINITY;
+        float top = score;
+        for (int offset = kWarp / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+        const float before = tops[query];
+        top = fmaxf(top, before);
+        const float weight = seen ? expf(score - top) : 0.0F;  // a score of NaN or +infinity makes NaN, as it should
+        float sum = weight;
+        for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        weights[query][lane] = weight;
+        __syncwarp();
+        if (lane == 0) {
+          const float factor = before == -INFINITY ? 0.0F : expf(before - top);
+          rescale[query] = factor;
+          tops[query] = top;
+          totals[query] = totals[query] * factor + sum;
+        }
+      }
+      __syncthreads();
+      load_tile(chain, keys, p.pool_v, p.scratch_v, kv_head, tile);
+      __syncthreads();
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int d = thread + c * kThreads;
+        if (d >= dim) break;
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i) {
+          if (i < group.count) sums[i][c] *= rescale[i];
+        }
+        for (int j = 0; j < kKeys; ++j) {
+          const float v = tile[j * (dim + 1) + d];
+#pragma unroll
+          for (int i = 0; i < kQueries; ++i) {
+            if (i < group.count) sums[i][c] += weights[i][j] * v;
+          }
+        }
+      }
+      __syncthreads();  // the tile and the keys are overwritten next
     }
-    __syncthreads();  // the tile and the keys are overwritten next
-  }
 
 #pragma unroll
-  for (int i = 0; i < kQueries; ++i) {
-    if (i >= group.count) break;
-    const Query query(group, kv_head, i);
+    for (int i = 0; i < kQueries; ++i) {
+      if (i >= group.count) break;
+      const Query query(group, kv_head, i);
+      float* const partial = partial_of(chain, p, query.row, query.head, share);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int d = thread + c * kThreads;
-      if (d >= dim) break;
-      if (p.splits == 1) {
-        const float total_weight = totals[i];
-        store_float(p.out, type, (query.row * config.num_heads + query.head) * dim + d,
-                    total_weight == 0.0F ? 0.0F : sums[i][c] / total_weight);
-      } else {
-        partial_of(chain, p, query, static_cast<int>(blockIdx.x))[d] = sums[i][c];
+      for (int c = 0; c < kColumns; ++c) {
+        if (thread + c * kThreads < dim) partial[thread + c * kThreads] = sums[i][c];
+      }
+      if (thread == 0) {
+        partial[dim] = tops[i];
+        partial[dim + 1] = totals[i];
       }
     }
-    if (p.splits > 1 && thread == 0) {
-      float* const partial = partial_of(chain, p, query, static_cast<int>(blockIdx.x));
-      partial[dim] = tops[i];
-      partial[dim + 1] = totals[i];
-    }
+    __syncthreads();  // tops and totals start anew
   }
 }
 
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Chain chain, DType type,
-                                                           const __grid_constant__ AttentionLaunch p) {
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ Chain chain, DType type, const __grid_constant__ AttentionLaunch p) {
   const DraftConfig& config = chain.context.config;
   const int dim = config.head_dim;
   const int head = static_cast<int>(blockIdx.x);
   const std::int64_t row = p.range.first + static_cast<std::int64_t>(blockIdx.y);
   if (row >= rows_of_pass(*chain.batch, p.range.rows.pass, chain.context.speculation.topk)) return;
-  const float* const partial =
-      p.partial + ((row - p.range.first) * config.num_heads + head) * static_cast<std::int64_t>(p.splits) * (dim + 2);
+  const RowPlace place = locate(chain.context, *chain.batch, p.range.rows, row);
+  const int shares = Shares(Keys(chain.context, p.range.rows, place).total).count;
+  const float* const partial = partial_of(chain, p, row, head, 0);
   float top = -INFINITY;
-  for (int s = 0; s < p.splits; ++s) top = fmaxf(top, partial[s * (dim + 2) + dim]);
+  for (int s = 0; s < shares; ++s) top = fmaxf(top, partial[s * (dim + 2) + dim]);
   for (int d = static_cast<int>(threadIdx.x); d < dim; d += kThreads) {
     float sum = 0, total = 0;
-    for (int s = 0; s < p.splits; ++s) {
+    for (int s = 0; s < shares; ++s) {
       const float* const part = partial + s * (dim + 2);
-      // A split whose keys are all NaN has no maximum but a total: its factor must not hide it.
-      if (part[dim + 1] == 0.0F) continue;
+      if (part[dim + 1] == 0.0F) continue;  // nothing seen; its maximum is -infinity, perhaps like `top`
       const float factor = expf(part[dim] - top);
       sum += part[d] * factor;
       total += part[dim + 1] * factor;
@@ -250,20 +281,25 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 }  // namespace
 
 void prepare_attention(const DraftConfig& config) {
-  if (config.head_dim > kMaxDim) fail(ErrorCode::kConfig, "head_dim: expected at most ", kMaxDim, ", got ", config.head_dim);
+  if (config.head_dim > kMaxDim)
+    fail(ErrorCode::kConfig, "head_dim: expected at most ", kMaxDim, ", got ", config.head_dim);
   EAGLEX_CUDA_CHECK(cudaFuncSetAttribute(attention_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(shared_bytes(kMaxDim))));
 }
 
-void launch_attention(const Chain& chain, DType type, const AttentionLaunch& params, cudaStream_t stream) {
+std::size_t attention_partial_floats(const DraftConfig& config) {
+  return static_cast<std::size_t>(config.num_heads) * kMaxShares * static_cast<std::size_t>(config.head_dim + 2);
+}
+
+void launch_attention(const Chain& chain, DType type, const AttentionLaunch& params, int num_sms, cudaStream_t stream) {
   const DraftConfig& config = chain.context.config;
-  const bool step = params.range.rows.pass == Pass::kStep;
-  const int width = step ? chain.context.speculation.topk : 1;
+  const int width = params.range.rows.pass == Pass::kStep ? chain.context.speculation.topk : 1;
   const int blocks = ceil_div(width * (config.num_heads / config.num_kv_heads), kQueries);
-  const dim3 grid(static_cast<unsigned>(params.splits), static_cast<unsigned>(config.num_kv_heads * blocks),
+  const int columns = config.num_kv_heads * blocks * (params.range.count / width);
+  const int workers = std::clamp(4 * num_sms / columns, 1, kMaxShares);  // about four CTAs per SM
+  const dim3 grid(static_cast<unsigned>(workers), static_cast<unsigned>(config.num_kv_heads * blocks),
                   static_cast<unsigned>(params.range.count / width));
   launch("attention", attention_kernel, {grid, kThreads, shared_bytes(config.head_dim), stream}, chain, type, params);
-  if (params.splits == 1) return;
   const dim3 rows(static_cast<unsigned>(config.num_heads), static_cast<unsigned>(params.range.count));
   launch("attention combine", combine_kernel, {rows, kThreads, 0, stream}, chain, type, params);
 }

@@ -8,7 +8,9 @@
 
 namespace eaglex {
 
-std::unique_ptr<Backend> make_cuda_backend(int device) { return std::make_unique<cuda::CudaBackend>(device); }
+std::unique_ptr<Backend> make_cuda_backend(int device) {
+  return std::make_unique<cuda::CudaBackend>(device);
+}
 
 }  // namespace eaglex
 
@@ -16,7 +18,6 @@ namespace eaglex::cuda {
 namespace {
 
 constexpr std::size_t kChunkBytes = std::size_t{64} << 20;  // of each kind of buffer
-constexpr int kMaxSplits = 32;
 constexpr int kOldest = 8;  // sm_80: cp.async and bf16 products
 
 int per_row(std::size_t bytes_per_row, int most) {
@@ -27,14 +28,12 @@ int per_row(std::size_t bytes_per_row, int most) {
 // Calls f(range, rows done before) for the launch's rows in chunks.
 template <typename F>
 void in_chunks(const Rows& rows, int chunk, F&& f) {
-  for (int first = 0; first < rows.max_rows; first += chunk) f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
+  for (int first = 0; first < rows.max_rows; first += chunk)
+    f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
 }
 
 std::byte* at_row(void* data, std::int64_t row, std::int64_t width, DType type) {
   return static_cast<std::byte*>(data) + static_cast<std::size_t>(row * width) * size_of(type);
-}
-const std::byte* at_row(const void* data, std::int64_t row, std::int64_t width, DType type) {
-  return static_cast<const std::byte*>(data) + static_cast<std::size_t>(row * width) * size_of(type);
 }
 
 }  // namespace
@@ -74,7 +73,8 @@ void CudaBackend::bind(const EngineContext& context) {
   context_.kv.k = nullptr;  // the device cannot follow it; launches carry the pointer of their layer
   context_.kv.v = nullptr;
   constexpr long long kMaxGrid = 65535;
-  expect_range("max_batch * topk", static_cast<long long>(context.limits.max_batch) * context.speculation.topk, 1, kMaxGrid);
+  expect_range("max_batch * topk", static_cast<long long>(context.limits.max_batch) * context.speculation.topk, 1,
+               kMaxGrid);
   prepare_attention(context.config);
   plan();
   Workspace count;
@@ -91,14 +91,11 @@ void CudaBackend::plan() {
   const int most = std::max(context_.limits.max_rows, frontier);
   const auto input = static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_);
   const auto raw = static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()) * sizeof(float);
-  plan_.rows = std::min(per_row(std::max(input, raw), most), 4096);
-  plan_.rows = std::max(plan_.rows / context_.speculation.topk, 1) * context_.speculation.topk;  // whole lanes
+  const auto whole_lanes = [k = context_.speculation.topk](int rows) { return std::max(rows / k, 1) * k; };
+  plan_.rows = per_row(std::max(input, raw), most);
   const auto logits = static_cast<std::size_t>(config.draft_vocab_size) * sizeof(float);
   plan_.head_rows = std::min(per_row(logits, frontier), plan_.rows);
-  // Rows · splits of a launch of attention that splits at all: see splits_of.
-  const auto width = static_cast<std::size_t>(context_.speculation.topk);
-  const auto groups = static_cast<std::size_t>(4 * num_sms_ / config.num_kv_heads + 1);
-  plan_.attention_floats = groups * width * static_cast<std::size_t>(config.num_heads) * static_cast<std::size_t>(config.head_dim + 2);
+  plan_.attention_rows = whole_lanes(per_row(attention_partial_floats(config) * sizeof(float), most));
 }
 
 void CudaBackend::carve(Workspace& workspace) {
@@ -106,11 +103,13 @@ void CudaBackend::carve(Workspace& workspace) {
   const auto rows = static_cast<std::size_t>(plan_.rows);
   const auto head_rows = static_cast<std::size_t>(plan_.head_rows);
   buffers_.block = workspace.take<DraftBatch>(1);
-  buffers_.x = workspace.take_bytes(rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
+  buffers_.x = workspace.take_bytes(
+      rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
   buffers_.raw = workspace.take<float>(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
   buffers_.logits = workspace.take<float>(head_rows * static_cast<std::size_t>(config.draft_vocab_size));
   buffers_.ranked = workspace.take<float>(head_rows * head_partial_floats(context_));
-  buffers_.attention = workspace.take<float>(plan_.attention_floats);
+  buffers_.attention =
+      workspace.take<float>(static_cast<std::size_t>(plan_.attention_rows) * attention_partial_floats(config));
 }
 
 // ------------------------------------------------------------------------------------------------------- block and graphs
@@ -181,8 +180,8 @@ bool CudaBackend::reads_aux_directly(const FuseParams& params) const {
   constexpr int kMany = 256;
   const auto address = reinterpret_cast<std::uintptr_t>(batch_.aux_hidden_states);
   const auto row_bytes = static_cast<std::size_t>(batch_.aux_stride) * size_of(type_);
-  return !capturing_ && params.rows.max_rows >= kMany && context_.config.aux_norm == AuxNorm::kNone && batch_.aux_type == type_ &&
-         address % 16 == 0 && row_bytes % 16 == 0;
+  return !capturing_ && params.rows.max_rows >= kMany && context_.config.aux_norm == AuxNorm::kNone &&
+         batch_.aux_type == type_ && address % 16 == 0 && row_bytes % 16 == 0;
 }
 
 void CudaBackend::fuse(const FuseParams& params) {
@@ -212,34 +211,40 @@ void CudaBackend::qkv(const QkvParams& params) {
   const auto layer = static_cast<std::size_t>(params.layer);
   const bool pool = params.target == KvTarget::kPool;
   in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
-    QkvInput input{range, params.layer == 0, params.gather, params.embed_tokens.data, params.input_layernorm.data,
-                   params.hidden_norm.data, params.hidden, buffers_.x, queries ? params.residual : nullptr};
+    QkvInput input{range,
+                   params.layer == 0,
+                   params.gather,
+                   params.embed_tokens.data,
+                   params.input_layernorm.data,
+                   params.hidden_norm.data,
+                   params.hidden,
+                   buffers_.x,
+                   queries ? params.residual : nullptr};
     launch_qkv_input(chain_, type_, input, stream_);
     GemmParams product = gemm_params(range, weight);
     product.x = buffers_.x;
     product.epilogue = Epilogue::kFloat;
     product.out = buffers_.raw;
     gemm(type_, product, stream_);
-    QkvOutput output{range, params.parts, params.target, buffers_.raw, params.inv_freq, params.q,
-                     pool ? k_[layer] : params.scratch_k, pool ? v_[layer] : params.scratch_v};
+    QkvOutput output{range,
+                     params.parts,
+                     params.target,
+                     buffers_.raw,
+                     params.inv_freq,
+                     params.q,
+                     pool ? k_[layer] : params.scratch_k,
+                     pool ? v_[layer] : params.scratch_v};
     launch_qkv_output(chain_, type_, output, stream_);
   });
-}
-
-// Enough CTAs to fill the device about four times over; by the launch's static size, so the same in every replay.
-int CudaBackend::splits_of(const RowRange& range) const {
-  const int width = range.rows.pass == Pass::kStep ? context_.speculation.topk : 1;
-  const int groups = std::max(range.count / width, 1);
-  return std::clamp(4 * num_sms_ / (context_.config.num_kv_heads * groups), 1, kMaxSplits);
 }
 
 void CudaBackend::attention(const AttentionParams& params) {
   const DeviceGuard guard(device_);
   const auto layer = static_cast<std::size_t>(params.layer);
-  in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
-    const AttentionLaunch attention{range, splits_of(range), params.q, k_[layer], v_[layer], params.scratch_k, params.scratch_v,
-                                    buffers_.attention, params.out};
-    launch_attention(chain_, type_, attention, stream_);
+  in_chunks(params.rows, plan_.attention_rows, [&](const RowRange& range) {
+    const AttentionLaunch attention{
+        range, params.q, k_[layer], v_[layer], params.scratch_k, params.scratch_v, buffers_.attention, params.out};
+    launch_attention(chain_, type_, attention, num_sms_, stream_);
   });
 }
 

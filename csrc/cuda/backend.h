@@ -48,18 +48,17 @@ class CudaBackend final : public Backend {
     float* raw = nullptr;       // [rows, q | k | v]
     float* logits = nullptr;    // [head_rows, Vd]
     float* ranked = nullptr;    // [head_rows, segments, 2 + 2k]
-    float* attention = nullptr; // [rows · splits, heads, D + 2]
+    float* attention = nullptr;  // [attention_rows, partial results]
   };
   // Sizes that follow from the config once.
   struct Plan {
     int rows = 0;
     int head_rows = 0;
-    std::size_t attention_floats = 0;
+    int attention_rows = 0;
   };
   void plan();
   void carve(Workspace& workspace);
   [[nodiscard]] GemmParams gemm_params(const RowRange& range, const Linear& weight) const;
-  [[nodiscard]] int splits_of(const RowRange& range) const;
   void project(const ProjectionParams& params);
   [[nodiscard]] bool reads_aux_directly(const FuseParams& params) const;
   [[nodiscard]] int lanes() const noexcept { return launch_lanes_; }

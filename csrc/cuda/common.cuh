@@ -16,7 +16,8 @@ namespace eaglex::cuda {
 // Throws ErrorCode::kDevice with the call and CUDA's own words.
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // an error that does not stick must not surface again in somebody else's check
+  static_cast<void>(
+      cudaGetLastError());  // an error that does not stick must not surface again in somebody else's check
   fail(ErrorCode::kDevice, what, ": ", cudaGetErrorName(status), ", ", cudaGetErrorString(status));
 }
 #define EAGLEX_CUDA_CHECK(call) ::eaglex::cuda::check((call), #call)
@@ -77,13 +78,21 @@ __device__ inline int rows_of_pass(const DraftBatch& batch, Pass pass, int topk)
   return pass == Pass::kExtendLast ? batch.batch : batch.batch * topk;
 }
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
 
 // ------------------------------------------------------------------------------------------------------------ number types
 
-__device__ inline float to_float(float x) { return x; }
-__device__ inline float to_float(__half x) { return __half2float(x); }
-__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(float x) {
+  return x;
+}
+__device__ inline float to_float(__half x) {
+  return __half2float(x);
+}
+__device__ inline float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 
 template <typename T>
 __device__ T from_float(float x);

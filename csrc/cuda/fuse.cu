@@ -17,8 +17,8 @@ struct Part {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads) fuse_input_kernel(const __grid_constant__ Chain chain,
-                                                                 const __grid_constant__ Part part) {
+__global__ void __launch_bounds__(kRowThreads)
+    fuse_input_kernel(const __grid_constant__ Chain chain, const __grid_constant__ Part part) {
   __shared__ float shared[kRowWarps];
   const DraftBatch& batch = *chain.batch;
   const std::int64_t local = blockIdx.x;
@@ -27,7 +27,9 @@ __global__ void __launch_bounds__(kRowThreads) fuse_input_kernel(const __grid_co
   T* const out = static_cast<T*>(part.x) + local * chain.context.config.aux_width() + part.begin;
   if (!locate(chain.context, batch, part.range.rows, row).live) return zero_row(out, part.width);
   const std::int64_t at = row * batch.aux_stride + part.begin;
-  const auto load = [&](int i) { return to_float(from_float<T>(load_float(batch.aux_hidden_states, batch.aux_type, at + i))); };
+  const auto load = [&](int i) {
+    return to_float(from_float<T>(load_float(batch.aux_hidden_states, batch.aux_type, at + i)));
+  };
   norm_row(part.width, static_cast<const T*>(part.gamma), chain.context.config.rms_norm_eps, load, out, shared);
 }
 
@@ -45,7 +47,8 @@ void launch_fuse_input(const Chain& chain, DType type, const FuseInput& params, 
       part.begin = i * part.width;
     }
     dispatch(type, [&]<typename T>(T*) {
-      launch("fuse", fuse_input_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream}, chain, part);
+      launch("fuse", fuse_input_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream},
+             chain, part);
     });
   }
 }

@@ -10,7 +10,8 @@ namespace {
 template <int kBM, int kBN, int kWM, int kWN, int kStagesOf>
 struct Tile {
   static constexpr int kRows = kBM, kOutputs = kBN, kWarpRows = kWM, kWarpOutputs = kWN, kStages = kStagesOf;
-  static constexpr int kDepth = 64;  // elements of `in` per stage: 128 bytes a row, so that 8 chunks of 16 bytes swizzle freely
+  static constexpr int kDepth =
+      64;  // elements of `in` per stage: 128 bytes a row, so that 8 chunks of 16 bytes swizzle freely
   static constexpr int kThreads = (kBM / kWM) * (kBN / kWN) * kWarp;
   static constexpr int kStageElements = (kBM + kBN) * kDepth;
   static constexpr std::size_t kBytes = std::size_t{2} * kStages * kStageElements;
@@ -53,7 +54,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) gemm_mma(const __grid_consta
   if (row0 >= rows) return;
   const int tile = static_cast<int>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);
-  for (int r = thread; r < kBN; r += Tiling::kThreads) weight_row[r] = TileRow<kBN, kWN>(p, tile, r).template weights<T>(p);
+  for (int r = thread; r < kBN; r += Tiling::kThreads)
+    weight_row[r] = TileRow<kBN, kWN>(p, tile, r).template weights<T>(p);
   __syncthreads();
 
   const auto load_stage = [&](int step) {
@@ -66,8 +68,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) gemm_mma(const __grid_consta
       load_chunk<T, kAligned>(swizzled(xs, r, c % 8), row, k0 + c % 8 * kChunk, p.in, p.x);
     }
     for (int c = thread; c < kBN * 8; c += Tiling::kThreads) {
-      load_chunk<T, kAligned>(swizzled(ws, c / 8, c % 8), weight_row[c / 8], k0 + c % 8 * kChunk, p.in,
-                              p.weight[0]);
+      load_chunk<T, kAligned>(swizzled(ws, c / 8, c % 8), weight_row[c / 8], k0 + c % 8 * kChunk, p.in, p.weight[0]);
     }
   };
 
@@ -139,7 +140,8 @@ __global__ void __launch_bounds__(256) gemm_fma(const __grid_constant__ GemmPara
     for (int i = thread; i < kSide * kSlice; i += 256) {
       const int r = i / kSlice, k = k0 + i % kSlice;
       const float* const weights = TileRow<kSide, kPer>(p, tile, r).weights<float>(p);
-      xs[i % kSlice][r] = row0 + r < rows && k < p.in ? static_cast<const float*>(p.x)[(row0 + r) * p.x_stride + k] : 0.0F;
+      xs[i % kSlice][r] =
+          row0 + r < rows && k < p.in ? static_cast<const float*>(p.x)[(row0 + r) * p.x_stride + k] : 0.0F;
       ws[i % kSlice][r] = weights != nullptr && k < p.in ? weights[k] : 0.0F;
     }
     __syncthreads();
@@ -167,7 +169,8 @@ __global__ void __launch_bounds__(256) gemm_fma(const __grid_constant__ GemmPara
 dim3 grid_of(const GemmParams& p, int tile_rows, int tile_outputs) {
   const bool swiglu = p.epilogue == Epilogue::kSwiglu;
   const int outputs = swiglu ? 2 * p.outputs[0] : p.outputs[0] + p.outputs[1] + p.outputs[2];
-  return dim3(static_cast<unsigned>(ceil_div(outputs, tile_outputs)), static_cast<unsigned>(ceil_div(p.max_rows, tile_rows)));
+  return dim3(static_cast<unsigned>(ceil_div(outputs, tile_outputs)),
+              static_cast<unsigned>(ceil_div(p.max_rows, tile_rows)));
 }
 
 template <typename T, typename Tiling, bool kAligned>

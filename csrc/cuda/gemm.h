@@ -17,7 +17,8 @@ struct GemmParams {
   const DraftBatch* batch = nullptr;  // how many rows there are is read on the device
   Pass pass = Pass::kExtendAll;
   int topk = 1;
-  int first = 0;  // the launch covers rows [first, first + max_rows) of the pass; x, residual and out point at row `first`
+  int first =
+      0;  // the launch covers rows [first, first + max_rows) of the pass; x, residual and out point at row `first`
   int max_rows = 0;
 
   const void* x = nullptr;  // [max_rows, in], rows x_stride elements apart

@@ -54,7 +54,9 @@ __device__ void copy_block(const DraftBatch* from, DraftBatch* to) {
   }
 }
 
-__global__ void store_block(const __grid_constant__ DraftBatch batch, DraftBatch* block) { copy_block(&batch, block); }
+__global__ void store_block(const __grid_constant__ DraftBatch batch, DraftBatch* block) {
+  copy_block(&batch, block);
+}
 
 __global__ void load_block(ParameterRing* ring, unsigned long long* launches, DraftBatch* block) {
   const unsigned long long launch = *launches;
@@ -91,8 +93,11 @@ PinnedMemory allocate_pinned(std::size_t bytes) {
 }
 
 Graphs::Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, DraftBatch* block)
-    : buckets_(plan_buckets(limits, speculation)), block_(block), ring_memory_(allocate_pinned(sizeof(ParameterRing))),
-      ring_(static_cast<ParameterRing*>(ring_memory_.get())), launches_(allocate_device(sizeof(unsigned long long))) {
+    : buckets_(plan_buckets(limits, speculation)),
+      block_(block),
+      ring_memory_(allocate_pinned(sizeof(ParameterRing))),
+      ring_(static_cast<ParameterRing*>(ring_memory_.get())),
+      launches_(allocate_device(sizeof(unsigned long long))) {
   EAGLEX_CUDA_CHECK(cudaStreamCreateWithFlags(&capture_stream_, cudaStreamNonBlocking));
 }
 
@@ -134,8 +139,8 @@ void Graphs::wait_for_entry(cudaStream_t stream) const {
     const cudaError_t status = cudaStreamQuery(stream);
     if (status != cudaSuccess && status != cudaErrorNotReady) check(status, "parameter ring");
     if (std::chrono::steady_clock::now() > deadline) {
-      fail(ErrorCode::kDevice, "parameter ring: expected launch ", launched_ - kDepth + 1, " to have started within ", kDeadline.count(),
-           " s, got ", static_cast<unsigned long long>(ring_->read), " started");
+      fail(ErrorCode::kDevice, "parameter ring: expected launch ", launched_ - kDepth + 1, " to have started within ",
+           kDeadline.count(), " s, got ", static_cast<unsigned long long>(ring_->read), " started");
     }
     std::this_thread::yield();
   }

@@ -52,7 +52,7 @@ class Graphs {
   DraftBatch* block_ = nullptr;
   PinnedMemory ring_memory_;
   ParameterRing* ring_ = nullptr;
-  DeviceMemory launches_;            // unsigned long long, the device's count
+  DeviceMemory launches_;  // unsigned long long, the device's count
   unsigned long long launched_ = 0;  // the host's
 };
 

@@ -14,15 +14,20 @@ constexpr int kPerThread = 8;
 constexpr int kSegment = kThreads * kPerThread;
 constexpr int kDrawThreads = 1024;
 
-__host__ __device__ int segments_of(const DraftConfig& config) { return ceil_div(config.draft_vocab_size, kSegment); }
-__host__ __device__ int partial_floats(int topk) { return 2 + 2 * topk; }
-
-__device__ float* partial_of(const Chain& chain, const HeadOutput& p, std::int64_t local, int segment) {
-  return p.partial + (local * segments_of(chain.context.config) + segment) * partial_floats(chain.context.speculation.topk);
+__host__ __device__ int segments_of(const DraftConfig& config) {
+  return ceil_div(config.draft_vocab_size, kSegment);
+}
+__host__ __device__ int partial_floats(int topk) {
+  return 2 + 2 * topk;
 }
 
-__global__ void __launch_bounds__(kThreads) rank_segment_kernel(const __grid_constant__ Chain chain,
-                                                                const __grid_constant__ HeadOutput p) {
+__device__ float* partial_of(const Chain& chain, const HeadOutput& p, std::int64_t local, int segment) {
+  return p.partial +
+         (local * segments_of(chain.context.config) + segment) * partial_floats(chain.context.speculation.topk);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    rank_segment_kernel(const __grid_constant__ Chain chain, const __grid_constant__ HeadOutput p) {
   __shared__ Ranked ranked[kWarps];
   __shared__ double sums[kWarps];
   const std::int64_t local = blockIdx.y;
@@ -71,8 +76,8 @@ __global__ void __launch_bounds__(kThreads) rank_segment_kernel(const __grid_con
   }
 }
 
-__global__ void __launch_bounds__(kThreads) merge_segments_kernel(const __grid_constant__ Chain chain,
-                                                                  const __grid_constant__ HeadOutput p) {
+__global__ void __launch_bounds__(kThreads)
+    merge_segments_kernel(const __grid_constant__ Chain chain, const __grid_constant__ HeadOutput p) {
   __shared__ Ranked ranked[kWarps];
   __shared__ double sums[kWarps];
   const EngineContext& context = chain.context;
@@ -146,8 +151,8 @@ __device__ int draw(const float* probs, int count, float uniform, double* runnin
   return last;
 }
 
-__global__ void __launch_bounds__(kDrawThreads) draw_kernel(const __grid_constant__ Chain chain,
-                                                            const __grid_constant__ HeadOutput p) {
+__global__ void __launch_bounds__(kDrawThreads)
+    draw_kernel(const __grid_constant__ Chain chain, const __grid_constant__ HeadOutput p) {
   __shared__ Ranked ranked[kDrawThreads / kWarp];
   __shared__ double sums[kDrawThreads];
   const EngineContext& context = chain.context;
@@ -196,7 +201,8 @@ __global__ void __launch_bounds__(kDrawThreads) draw_kernel(const __grid_constan
 }  // namespace
 
 std::size_t head_partial_floats(const EngineContext& context) {
-  return static_cast<std::size_t>(segments_of(context.config)) * static_cast<std::size_t>(partial_floats(context.speculation.topk));
+  return static_cast<std::size_t>(segments_of(context.config)) *
+         static_cast<std::size_t>(partial_floats(context.speculation.topk));
 }
 
 void launch_head_output(const Chain& chain, const HeadOutput& params, cudaStream_t stream) {

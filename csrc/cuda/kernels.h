@@ -25,7 +25,7 @@ struct QkvInput {
   const void* input_layernorm = nullptr;  // null: none
   const void* hidden_norm = nullptr;
   const void* hidden = nullptr;
-  void* x = nullptr;         // out [count, 2H or H]
+  void* x = nullptr;  // out [count, 2H or H]
   void* residual = nullptr;  // out [R, H], or null
 };
 void launch_qkv_input(const Chain& chain, DType type, const QkvInput& params, cudaStream_t stream);
@@ -42,28 +42,28 @@ struct QkvOutput {
 };
 void launch_qkv_output(const Chain& chain, DType type, const QkvOutput& params, cudaStream_t stream);
 
-// attention: partial results of `splits` shares of the keys, then their combination in fixed order.
+// attention: partial results of shares of the keys, then their combination in fixed order.
 struct AttentionLaunch {
-  RowRange range;
-  int splits = 1;
+  RowRange range;  // whole lanes
   const void* q = nullptr;
   const void* pool_k = nullptr;
   const void* pool_v = nullptr;
   const void* scratch_k = nullptr;
   const void* scratch_v = nullptr;
-  float* partial = nullptr;  // [count, heads, splits, D + 2]: Σ w·v, max, Σ w; unused with one split
+  float* partial = nullptr;  // [count, attention_partial_floats]
   void* out = nullptr;
 };
 void prepare_attention(const DraftConfig& config);
-void launch_attention(const Chain& chain, DType type, const AttentionLaunch& params, cudaStream_t stream);
+[[nodiscard]] std::size_t attention_partial_floats(const DraftConfig& config);  // per row
+void launch_attention(const Chain& chain, DType type, const AttentionLaunch& params, int num_sms, cudaStream_t stream);
 
 // gate_up and head: the norm in front of the product.
 struct NormInput {
   RowRange range;
-  const void* x = nullptr;      // [R, H]
+  const void* x = nullptr;  // [R, H]
   const void* gamma = nullptr;  // [H]
-  void* normed = nullptr;       // out [count, H]
-  void* replace = nullptr;      // out [R, H] as well, or null; may be x
+  void* normed = nullptr;  // out [count, H]
+  void* replace = nullptr;  // out [R, H] as well, or null; may be x
 };
 void launch_norm_input(const Chain& chain, DType type, const NormInput& params, cudaStream_t stream);
 
@@ -72,7 +72,7 @@ struct HeadOutput {
   RowRange range;
   int draft_step = 0;
   const float* logits = nullptr;  // [count, Vd]
-  float* partial = nullptr;       // [count, segments, 2 + 2k]: max, Σ exp, scores, ids
+  float* partial = nullptr;  // [count, segments, 2 + 2k]: max, Σ exp, scores, ids
 };
 [[nodiscard]] std::size_t head_partial_floats(const EngineContext& context);  // per row
 void launch_head_output(const Chain& chain, const HeadOutput& params, cudaStream_t stream);

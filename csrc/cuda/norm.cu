@@ -9,8 +9,8 @@ namespace eaglex::cuda {
 namespace {
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads) norm_input_kernel(const __grid_constant__ Chain chain,
-                                                                 const __grid_constant__ NormInput p) {
+__global__ void __launch_bounds__(kRowThreads)
+    norm_input_kernel(const __grid_constant__ Chain chain, const __grid_constant__ NormInput p) {
   __shared__ float shared[kRowWarps];
   const std::int64_t local = blockIdx.x;
   const std::int64_t row = p.range.first + local;
@@ -19,7 +19,9 @@ __global__ void __launch_bounds__(kRowThreads) norm_input_kernel(const __grid_co
   T* const out = static_cast<T*>(p.normed) + local * width;
   const T* const x = static_cast<const T*>(p.x) + row * width;
   if (!locate(chain.context, *chain.batch, p.range.rows, row).live) return zero_row(out, width);
-  norm_row(width, static_cast<const T*>(p.gamma), chain.context.config.rms_norm_eps, [&](int i) { return to_float(x[i]); }, out, shared);
+  norm_row(
+      width, static_cast<const T*>(p.gamma), chain.context.config.rms_norm_eps, [&](int i) { return to_float(x[i]); },
+      out, shared);
   if (p.replace == nullptr) return;
   T* const replace = static_cast<T*>(p.replace) + row * width;
   for (int i = static_cast<int>(threadIdx.x); i < width; i += kRowThreads) replace[i] = out[i];
@@ -29,7 +31,8 @@ __global__ void __launch_bounds__(kRowThreads) norm_input_kernel(const __grid_co
 
 void launch_norm_input(const Chain& chain, DType type, const NormInput& params, cudaStream_t stream) {
   dispatch(type, [&]<typename T>(T*) {
-    launch("norm", norm_input_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream}, chain, params);
+    launch("norm", norm_input_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream},
+           chain, params);
   });
 }
 

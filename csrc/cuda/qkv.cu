@@ -9,8 +9,8 @@ namespace eaglex::cuda {
 namespace {
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads) qkv_input_kernel(const __grid_constant__ Chain chain,
-                                                                const __grid_constant__ QkvInput p) {
+__global__ void __launch_bounds__(kRowThreads)
+    qkv_input_kernel(const __grid_constant__ Chain chain, const __grid_constant__ QkvInput p) {
   __shared__ float shared[kRowWarps];
   const EngineContext& context = chain.context;
   const DraftBatch& batch = *chain.batch;
@@ -36,20 +36,25 @@ __global__ void __launch_bounds__(kRowThreads) qkv_input_kernel(const __grid_con
   if (p.first_layer) {
     const std::int64_t token = pass == Pass::kStep ? context.lanes.frontier_tokens[row] : batch.input_ids[place.source];
     const T* const embedding = static_cast<const T*>(p.embed_tokens) + token * hidden_size;
-    norm_row(hidden_size, static_cast<const T*>(p.input_layernorm), eps, [&](int i) { return to_float(embedding[i]); }, x, shared);
+    norm_row(
+        hidden_size, static_cast<const T*>(p.input_layernorm), eps, [&](int i) { return to_float(embedding[i]); }, x,
+        shared);
   }
   if (residual == nullptr) return;
   const bool normed_residual = p.first_layer && context.config.residual == Residual::kNormed;
   // Each thread reads back what it wrote itself.
-  for (int i = static_cast<int>(threadIdx.x); i < hidden_size; i += kRowThreads) residual[i] = normed_residual ? normed[i] : hidden[i];
+  for (int i = static_cast<int>(threadIdx.x); i < hidden_size; i += kRowThreads)
+    residual[i] = normed_residual ? normed[i] : hidden[i];
 }
 
 // A NaN in the pool would void every later draft of all requests that share the prefix.
-__device__ float finite_or_zero(DType type, float x) { return isfinite(rounded(type, x)) ? x : 0.0F; }
+__device__ float finite_or_zero(DType type, float x) {
+  return isfinite(rounded(type, x)) ? x : 0.0F;
+}
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads) qkv_output_kernel(const __grid_constant__ Chain chain,
-                                                                 const __grid_constant__ QkvOutput p) {
+__global__ void __launch_bounds__(kRowThreads)
+    qkv_output_kernel(const __grid_constant__ Chain chain, const __grid_constant__ QkvOutput p) {
   __shared__ float cosine[kRowThreads], sine[kRowThreads];  // rotary_dim / 2 <= 128
   const EngineContext& context = chain.context;
   const DraftConfig& config = context.config;
@@ -85,8 +90,8 @@ __global__ void __launch_bounds__(kRowThreads) qkv_output_kernel(const __grid_co
   for (int i = static_cast<int>(threadIdx.x); i < q_size + 2 * kv_size; i += kRowThreads) {
     float x = raw[i];
     const int d = i % head_dim;  // q_size and kv_size are whole heads
-    if (i < q_size + kv_size && d < 2 * half) x = d < half ? x * cosine[d] - raw[i + half] * sine[d]
-                                                           : x * cosine[d - half] + raw[i - half] * sine[d - half];
+    if (i < q_size + kv_size && d < 2 * half)
+      x = d < half ? x * cosine[d] - raw[i + half] * sine[d] : x * cosine[d - half] + raw[i - half] * sine[d - half];
     if (i < q_size) {
       q[i] = from_float<T>(x);
     } else if (slot >= 0) {
@@ -101,13 +106,15 @@ __global__ void __launch_bounds__(kRowThreads) qkv_output_kernel(const __grid_co
 
 void launch_qkv_input(const Chain& chain, DType type, const QkvInput& params, cudaStream_t stream) {
   dispatch(type, [&]<typename T>(T*) {
-    launch("qkv input", qkv_input_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream}, chain, params);
+    launch("qkv input", qkv_input_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream},
+           chain, params);
   });
 }
 
 void launch_qkv_output(const Chain& chain, DType type, const QkvOutput& params, cudaStream_t stream) {
   dispatch(type, [&]<typename T>(T*) {
-    launch("qkv output", qkv_output_kernel<T>, {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream}, chain, params);
+    launch("qkv output", qkv_output_kernel<T>,
+           {dim3(static_cast<unsigned>(params.range.count)), kRowThreads, 0, stream}, chain, params);
   });
 }
 

@@ -25,7 +25,8 @@ __device__ bool is_last_step(const EngineContext& context, const SelectParams& p
   return params.draft_step + 1 >= context.speculation.num_steps;
 }
 
-__global__ void __launch_bounds__(kChainThreads) select_chain_kernel(const __grid_constant__ Chain chain, SelectParams params) {
+__global__ void __launch_bounds__(kChainThreads)
+    select_chain_kernel(const __grid_constant__ Chain chain, SelectParams params) {
   const auto lane = static_cast<std::int32_t>(blockIdx.x * kChainThreads + threadIdx.x);
   if (lane >= chain.batch->batch) return;
   const LaneStatus status = select_lane(chain.context, *chain.batch, params, lane);
@@ -37,8 +38,8 @@ __device__ bool grow_grid_block(const EngineContext& context, const SelectParams
   const LaneState& state = context.lanes;
   const int k = context.speculation.topk;
   const int width = params.draft_step == 0 ? 1 : k;
-  const std::int64_t base =
-      static_cast<std::int64_t>(lane) * context.speculation.num_candidates() + grid_base(context.speculation, params.draft_step);
+  const std::int64_t base = static_cast<std::int64_t>(lane) * context.speculation.num_candidates() +
+                            grid_base(context.speculation, params.draft_step);
   int sound = 1;
   for (int at = static_cast<int>(threadIdx.x); at < width * k; at += kThreads) {
     const std::int64_t top = static_cast<std::int64_t>(lane) * width * k + at;
@@ -48,14 +49,16 @@ __device__ bool grow_grid_block(const EngineContext& context, const SelectParams
     if (token < 0 || token >= context.config.vocab_size) sound = 0;
     state.grid_tokens[base + at] = token;
     state.grid_parents[base + at] = params.draft_step == 0 ? 0 : state.frontier_nodes[node];
-    state.grid_scores[base + at] = (params.draft_step == 0 ? 0.0F : state.frontier_scores[node]) + state.top_scores[top];
+    state.grid_scores[base + at] =
+        (params.draft_step == 0 ? 0.0F : state.frontier_scores[node]) + state.top_scores[top];
     state.grid_nodes[base + at] = 0;
   }
   return __syncthreads_and(sound) != 0;
 }
 
 // core's choose_frontier: k reductions over the step's candidates, then one thread per frontier node.
-__device__ void choose_frontier_block(const EngineContext& context, const SelectParams& params, std::int32_t lane, Ranked* shared) {
+__device__ void choose_frontier_block(const EngineContext& context, const SelectParams& params, std::int32_t lane,
+                                      Ranked* shared) {
   __shared__ Ranked chosen[kMaxTopk];
   const LaneState& state = context.lanes;
   const int k = context.speculation.topk;
@@ -88,13 +91,15 @@ __device__ void choose_frontier_block(const EngineContext& context, const Select
 }
 
 // core's write_result: `count` reductions over the whole grid, then nodes numbered in grid order.
-__device__ void write_result_block(const EngineContext& context, std::int32_t lane, std::int64_t slot, int count, Ranked* shared) {
+__device__ void write_result_block(const EngineContext& context, std::int32_t lane, std::int64_t slot, int count,
+                                   Ranked* shared) {
   __shared__ int kept_before[kThreads];
   const LaneState& state = context.lanes;
   const int candidates = context.speculation.num_candidates();
   const std::int64_t grid = static_cast<std::int64_t>(lane) * candidates;
   const int thread = static_cast<int>(threadIdx.x);
-  const int run = ceil_div(candidates, kThreads);  // a thread's candidates lie together, so that numbering is a scan over threads
+  const int run =
+      ceil_div(candidates, kThreads);  // a thread's candidates lie together, so that numbering is a scan over threads
   Ranked mine[kPerThread];
   std::uint32_t kept = 0;
 #pragma unroll
@@ -125,7 +130,8 @@ __device__ void write_result_block(const EngineContext& context, std::int32_t la
   }
   __syncthreads();
   int node = kept_before[thread];
-  for (std::uint32_t bits = kept; bits != 0; bits &= bits - 1) state.grid_nodes[grid + thread * run + __ffs(bits) - 1] = ++node;
+  for (std::uint32_t bits = kept; bits != 0; bits &= bits - 1)
+    state.grid_nodes[grid + thread * run + __ffs(bits) - 1] = ++node;
   __syncthreads();  // a parent's number may be another thread's
   node = kept_before[thread];
   const std::int64_t out = slot * (context.speculation.num_draft_tokens - 1);
@@ -139,7 +145,8 @@ __device__ void write_result_block(const EngineContext& context, std::int32_t la
 }
 
 // core's select_lane with a CTA behind each of its parts.
-__global__ void __launch_bounds__(kThreads) select_tree_kernel(const __grid_constant__ Chain chain, SelectParams params) {
+__global__ void __launch_bounds__(kThreads)
+    select_tree_kernel(const __grid_constant__ Chain chain, SelectParams params) {
   __shared__ Ranked shared[kWarps];
   const EngineContext& context = chain.context;
   const DraftBatch& batch = *chain.batch;

@@ -19,7 +19,8 @@ struct Nodes {
   int used;
 };
 
-__device__ void build_nodes(const TreeSource& source, const VerifyBatch& batch, std::int64_t slot, std::int64_t seq_len, Nodes& nodes) {
+__device__ void build_nodes(const TreeSource& source, const VerifyBatch& batch, std::int64_t slot, std::int64_t seq_len,
+                            Nodes& nodes) {
   if (threadIdx.x == 0) {
     nodes.used = usable_nodes(source, slot, seq_len, batch.num_draft_tokens - 1);
     const std::int64_t in = slot * source.num_drafted - 1;  // node i of the tree is entry i - 1
@@ -83,8 +84,8 @@ __device__ void write_mask(const VerifyBatch& batch, std::uint8_t* mask, std::in
   }
 }
 
-__global__ void __launch_bounds__(kThreads) tree_kernel(const __grid_constant__ TreeSource source,
-                                                        const __grid_constant__ VerifyBatch batch) {
+__global__ void __launch_bounds__(kThreads)
+    tree_kernel(const __grid_constant__ TreeSource source, const __grid_constant__ VerifyBatch batch) {
   __shared__ Nodes nodes;
   __shared__ std::int64_t sums[kWarps];
   const auto lane = static_cast<std::int32_t>(blockIdx.x);
