@@ -1,4 +1,4 @@
-"""One launch per cycle: replays are bitwise equal, take no memory, wait for nothing, and a host may capture the cycle itself."""
+"""One launch per cycle: replays are equal bit by bit, take no memory, wait for nothing; a host may capture the cycle."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHAIN = SpeculationConfig(num_steps=4)
 
 def make_rig(speculation: SpeculationConfig = TREE, dtype: torch.dtype = torch.bfloat16, **layout: int) -> CudaRig:
     """A draft of a few heads with six requests that are past their prompts."""
-    config = make_config(hidden_size=256, target_hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=2, head_dim=64,
-                         vocab_size=6000, draft_vocab_size=5000, max_positions=2048)
+    config = make_config(hidden_size=256, target_hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=2,
+                         head_dim=64, vocab_size=6000, draft_vocab_size=5000, max_positions=2048)
     rig = CudaRig(config, speculation, weights=random_weights(config, dtype=dtype),
                   layout=Layout(**({"kv_dtype": dtype, "aux_dtype": dtype, "max_rows": 700} | layout)))
     for request in range(6):
@@ -62,13 +62,13 @@ def test_a_thousand_replays_are_bitwise_equal(speculation) -> None:
 
 
 def test_nothing_is_allocated_and_nothing_waits() -> None:
-    """Behind a kernel that keeps the device busy for a long time, cycles of all sizes and their trees return at once."""
+    """Behind a kernel that keeps the device busy for a long time, cycles of all sizes and their tree return at once."""
     rig = make_rig()
     batches = [rig.batch([Ask(r, 16, 3) for r in range(size)]) for size in range(1, 7)]
     # Whatever a first call does (lazy loading, the capture of all buckets) it has done by now.
     out = VerifyTensors.allocate(6, 16, MaskMode.QLEN_ONLY, "cuda")
-    ids = {"req_pool_indices": torch.arange(1, 7, device="cuda"), "seq_lens": rig.engine.results.drafted_for[1:7].clone(),
-           "bonus_tokens": torch.arange(6, device="cuda")}
+    ids = {"req_pool_indices": torch.arange(1, 7, device="cuda"), "bonus_tokens": torch.arange(6, device="cuda"),
+           "seq_lens": rig.engine.results.drafted_for[1:7].clone()}
     for batch in batches:
         rig.engine.run(batch)
     rig.engine.tree(out, **ids)

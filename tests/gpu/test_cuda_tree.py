@@ -28,7 +28,8 @@ def test_tree_equals_the_reference(mode, nodes) -> None:
     seq_lens = [100, 3, 5, 5, 17, 6]  # slot 4 was drafted for 4, not 5
     bonus = torch.arange(6) + 11
     out = VerifyTensors.allocate(6, nodes, mode, "cuda", total_length=sum(seq_lens))
-    for tensor in (out.draft_tokens, out.positions, out.retrieve_index, out.retrieve_next_token, out.retrieve_next_sibling):
+    links = (out.retrieve_index, out.retrieve_next_token, out.retrieve_next_sibling)
+    for tensor in (out.draft_tokens, out.positions, *links):
         tensor.fill_(-77)
     out.mask.fill_(True)
     for dtype in (torch.int32, torch.int64):

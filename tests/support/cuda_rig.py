@@ -1,4 +1,4 @@
-"""The rig with its engine on a GPU: tensors cross over at the engine's door, the reference and the comparison stay on the CPU."""
+"""The rig with its engine on a GPU: tensors cross at the engine's door, reference and comparison stay on the CPU."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ class CudaRig(Rig):
         return dataclasses.replace(moved(batch, "cuda"), aux_hidden_states=wide[:, : aux.shape[1]])
 
     def fill(self, request: int, slot: int, length: int, seed: int = 0) -> None:
-        """A request that has `length` positions of random K and V, in the engine's pool and in the reference's cache."""
+        """A request that has `length` positions of random K and V, in the engine's pool and the reference's cache."""
         self.join(request, slot)
         generator = torch.Generator().manual_seed(seed)
         shape = (length, self.config.num_kv_heads, self.config.head_dim)
         at = self.table[slot, :length].long()
         held = self.requests[request]
         held.length = length
-        for host, device, cached in zip((self.draft_k, self.draft_v), self._pool, (held.cache.k, held.cache.v), strict=True):
+        pools = zip((self.draft_k, self.draft_v), self._pool, (held.cache.k, held.cache.v), strict=True)
+        for host, device, cached in pools:
             for layer in range(self.config.num_layers):
                 values = torch.randn(shape, generator=generator).to(host[layer].dtype)
                 host[layer][at] = values
@@ -74,7 +75,7 @@ class CudaRig(Rig):
 
 def chain_log_probs(config: DraftConfig, weights: DraftWeights, cache: reference.DraftCache, aux: Tensor, ids: Tensor,
                     tokens: Tensor) -> Tensor:
-    """Log-probabilities [K, Vd] of each step of a given chain, in the weights' own type: what an error is measured against."""
+    """Log-probabilities [K, Vd] of each step of a given chain, computed in the weights' own type."""
     past = len(cache)
     logits, hidden = reference.extend(config, weights, cache, aux.to(weights.fc.dtype), ids)
     rows = [logits]
