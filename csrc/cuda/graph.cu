@@ -48,19 +48,14 @@ class Capture {
 using Word = std::uint32_t;
 static_assert(std::is_trivially_copyable_v<DraftBatch> && sizeof(DraftBatch) % sizeof(Word) == 0);
 
-__device__ void copy_block(const DraftBatch* from, DraftBatch* to) {
-  for (unsigned i = threadIdx.x; i < sizeof(DraftBatch) / sizeof(Word); i += blockDim.x) {
-    reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const volatile Word*>(from)[i];
-  }
-}
-
 __global__ void store_block(const __grid_constant__ DraftBatch batch, DraftBatch* block) {
-  copy_block(&batch, block);
+  if (threadIdx.x == 0) *block = batch;
 }
 
 __global__ void load_block(ParameterRing* ring, unsigned long long* launches, DraftBatch* block) {
   const unsigned long long launch = *launches;
-  copy_block(&ring->entries[launch % kDepth], block);
+  const auto* const from = reinterpret_cast<const Word*>(&ring->entries[launch % kDepth]);
+  for (unsigned i = threadIdx.x; i < sizeof(DraftBatch) / sizeof(Word); i += kWarp) reinterpret_cast<Word*>(block)[i] = from[i];
   __syncthreads();
   if (threadIdx.x != 0) return;
   *launches = launch + 1;
