@@ -1,7 +1,7 @@
 // The only file that includes pybind11: translation between Python and the C++ engine, no decisions.
 //
 // Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors, BatchTensors,
-//                 VerifyTensors (every field is writable; a tensor field takes None or any object with __dlpack__).
+//                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with __dlpack__).
 // Python calls:   DraftEngine(device, …).enqueue / run / tree; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 
 #include "core/dlpack.h"
 #include "core/error.h"
@@ -59,8 +60,42 @@ TensorView view_of(const DLTensor& tensor) {
   return view;
 }
 
+// torch tensors, read through their methods: about 1 µs each, where torch's __dlpack__ takes 10 and a cycle has a dozen tensors.
+DType torch_dtype(py::handle dtype) {
+  static std::unordered_map<PyObject*, DType> known;  // dtypes live as long as torch; guarded by the GIL
+  const auto found = known.find(dtype.ptr());
+  if (found != known.end()) return found->second;
+  const std::string name = py::str(dtype);
+  for (const auto& [text, type] : {std::pair{"torch.float32", DType::kF32}, std::pair{"torch.float16", DType::kF16},
+                                   std::pair{"torch.bfloat16", DType::kBF16}, std::pair{"torch.int32", DType::kI32},
+                                   std::pair{"torch.int64", DType::kI64}, std::pair{"torch.uint8", DType::kU8},
+                                   std::pair{"torch.bool", DType::kU8}}) {
+    if (name == text) return known[dtype.ptr()] = type;
+  }
+  eaglex::fail(ErrorCode::kShape, "tensor: expected float32, float16, bfloat16, int32, int64, uint8 or bool, got ", name);
+}
+
+TensorView borrow_torch(py::handle object) {
+  const py::tuple shape = object.attr("shape");
+  const py::tuple stride = object.attr("stride")();
+  if (shape.size() > eaglex::kMaxRank) {
+    eaglex::fail(ErrorCode::kShape, "tensor: expected at most ", eaglex::kMaxRank, " dimensions, got ", shape.size());
+  }
+  TensorView view;
+  view.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<std::uintptr_t>());  // NOLINT
+  view.dtype = torch_dtype(object.attr("dtype"));
+  const int index = object.attr("get_device")().cast<int>();  // -1 on the CPU
+  view.device = index < 0 ? eaglex::Device{} : eaglex::Device{eaglex::DeviceKind::kCuda, index};
+  view.rank = static_cast<int>(shape.size());
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    view.shape[i] = shape[i].cast<std::int64_t>();
+    view.stride[i] = stride[i].cast<std::int64_t>();
+  }
+  return view;
+}
+
 // The capsule is dropped unconsumed, so it frees itself; the memory is the caller's tensor's.
-TensorView borrow(py::handle object) {
+TensorView borrow_dlpack(py::handle object) {
   const auto device = object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
   // -1 asks the producer not to synchronise streams: the engine's caller orders them. CPU producers want None.
   const py::object stream = device.first == eaglex::kDLCuda ? py::object(py::int_(-1)) : py::object(py::none());
@@ -81,8 +116,12 @@ struct type_caster<TensorView> {
       value = TensorView();
       return true;
     }
+    if (hasattr(source, "data_ptr") && hasattr(source, "get_device")) {
+      value = borrow_torch(source);
+      return true;
+    }
     if (!hasattr(source, "__dlpack__")) return false;
-    value = borrow(source);
+    value = borrow_dlpack(source);
     return true;
   }
   static handle cast(const TensorView& view, return_value_policy /*policy*/, handle /*parent*/) {
