@@ -13,16 +13,17 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kKeys = kWarp;  // keys per tile: one per lane of a warp
-constexpr int kQueries = 16;  // query vectors per CTA
-constexpr int kPerWarp = kQueries / kWarps;
+// Query vectors per CTA: few are a chain's under GQA of up to 4, all others go in blocks of many.
+constexpr int kFewQueries = 4;
+constexpr int kManyQueries = 16;
 constexpr int kMaxDim = 256;
 constexpr int kMaxShares = 32;
 constexpr int kColumns = kMaxDim / kThreads;  // output columns per thread
 constexpr int kMaskWords = (kMaxSteps * kMaxTopk + 31) / 32;
 
 // K or V of one tile in fp32, one float of padding per key against bank conflicts; then the queries.
-std::size_t shared_bytes(int dim) {
-  return sizeof(float) * (static_cast<std::size_t>(kKeys) * (dim + 1) + kQueries * dim);
+std::size_t shared_bytes(int dim, int queries) {
+  return sizeof(float) * static_cast<std::size_t>(kKeys * (dim + 1) + queries * dim);
 }
 
 // The queries of one CTA: rows of one lane (the frontier of a step) or one row, times the heads that share a kv head.
@@ -119,8 +120,10 @@ __device__ float* partial_of(const Chain& chain, const AttentionLaunch& p, std::
   return p.partial + (((row - p.range.first) * config.num_heads + head) * kMaxShares + share) * (config.head_dim + 2);
 }
 
+template <int kQueries>
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const __grid_constant__ Chain chain, DType type, const __grid_constant__ AttentionLaunch p) {
+  constexpr int kPerWarp = kQueries / kWarps;
   extern __shared__ float dynamic[];
   __shared__ Key keys[kKeys];
   __shared__ float weights[kQueries][kKeys];
@@ -278,13 +281,33 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <int kQueries>
+void allow_shared() {
+  EAGLEX_CUDA_CHECK(cudaFuncSetAttribute(attention_kernel<kQueries>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(shared_bytes(kMaxDim, kQueries))));
+}
+
+template <int kQueries>
+void launch_shares(const Chain& chain, DType type, const AttentionLaunch& params, int num_sms, cudaStream_t stream) {
+  const DraftConfig& config = chain.context.config;
+  const int width = params.range.rows.pass == Pass::kStep ? chain.context.speculation.topk : 1;
+  const int blocks = ceil_div(width * (config.num_heads / config.num_kv_heads), kQueries);
+  const int lanes = params.range.count / width;
+  const int columns = config.num_kv_heads * blocks * lanes;
+  const int workers = std::clamp(4 * num_sms / columns, 1, kMaxShares);  // about four CTAs per SM
+  const dim3 grid(static_cast<unsigned>(workers), static_cast<unsigned>(config.num_kv_heads * blocks),
+                  static_cast<unsigned>(lanes));
+  launch("attention", attention_kernel<kQueries>, {grid, kThreads, shared_bytes(config.head_dim, kQueries), stream},
+         chain, type, params);
+}
+
 }  // namespace
 
 void prepare_attention(const DraftConfig& config) {
   if (config.head_dim > kMaxDim)
     fail(ErrorCode::kConfig, "head_dim: expected at most ", kMaxDim, ", got ", config.head_dim);
-  EAGLEX_CUDA_CHECK(cudaFuncSetAttribute(attention_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(shared_bytes(kMaxDim))));
+  allow_shared<kFewQueries>();
+  allow_shared<kManyQueries>();
 }
 
 std::size_t attention_partial_floats(const DraftConfig& config) {
@@ -294,12 +317,8 @@ std::size_t attention_partial_floats(const DraftConfig& config) {
 void launch_attention(const Chain& chain, DType type, const AttentionLaunch& params, int num_sms, cudaStream_t stream) {
   const DraftConfig& config = chain.context.config;
   const int width = params.range.rows.pass == Pass::kStep ? chain.context.speculation.topk : 1;
-  const int blocks = ceil_div(width * (config.num_heads / config.num_kv_heads), kQueries);
-  const int columns = config.num_kv_heads * blocks * (params.range.count / width);
-  const int workers = std::clamp(4 * num_sms / columns, 1, kMaxShares);  // about four CTAs per SM
-  const dim3 grid(static_cast<unsigned>(workers), static_cast<unsigned>(config.num_kv_heads * blocks),
-                  static_cast<unsigned>(params.range.count / width));
-  launch("attention", attention_kernel, {grid, kThreads, shared_bytes(config.head_dim), stream}, chain, type, params);
+  const bool few = width * (config.num_heads / config.num_kv_heads) <= kFewQueries;
+  (few ? launch_shares<kFewQueries> : launch_shares<kManyQueries>)(chain, type, params, num_sms, stream);
   const dim3 rows(static_cast<unsigned>(config.num_heads), static_cast<unsigned>(params.range.count));
   launch("attention combine", combine_kernel, {rows, kThreads, 0, stream}, chain, type, params);
 }

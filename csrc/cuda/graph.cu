@@ -55,7 +55,8 @@ __global__ void store_block(const __grid_constant__ DraftBatch batch, DraftBatch
 __global__ void load_block(ParameterRing* ring, unsigned long long* launches, DraftBatch* block) {
   const unsigned long long launch = *launches;
   const auto* const from = reinterpret_cast<const Word*>(&ring->entries[launch % kDepth]);
-  for (unsigned i = threadIdx.x; i < sizeof(DraftBatch) / sizeof(Word); i += kWarp) reinterpret_cast<Word*>(block)[i] = from[i];
+  for (unsigned i = threadIdx.x; i < sizeof(DraftBatch) / sizeof(Word); i += kWarp)
+    reinterpret_cast<Word*>(block)[i] = from[i];
   __syncthreads();
   if (threadIdx.x != 0) return;
   *launches = launch + 1;
