@@ -6,10 +6,13 @@
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstdint>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "core/dlpack.h"
 #include "core/error.h"
@@ -36,14 +39,14 @@ DType dtype_of(DLDataType type) {
     if (type.code == eaglex::kDLInt && type.bits == 64) return DType::kI64;
     if ((type.code == eaglex::kDLUInt || type.code == eaglex::kDLBool) && type.bits == 8) return DType::kU8;
   }
-  eaglex::fail(ErrorCode::kShape, "tensor: expected float32, float16, bfloat16, int32, int64, uint8 or bool, got DLPack code ",
+  eaglex::fail(ErrorCode::kShape, "expected float32, float16, bfloat16, int32, int64, uint8 or bool, got DLPack code ",
                int{type.code}, " with ", int{type.bits}, " bits");
 }
 
 TensorView view_of(const DLTensor& tensor) {
   TensorView view;
   if (tensor.ndim > eaglex::kMaxRank) {
-    eaglex::fail(ErrorCode::kShape, "tensor: expected at most ", eaglex::kMaxRank, " dimensions, got ", tensor.ndim);
+    eaglex::fail(ErrorCode::kShape, "expected at most ", eaglex::kMaxRank, " dimensions, got ", tensor.ndim);
   }
   view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   view.dtype = dtype_of(tensor.dtype);
@@ -72,14 +75,14 @@ DType torch_dtype(py::handle dtype) {
                                    std::pair{"torch.bool", DType::kU8}}) {
     if (name == text) return known[dtype.ptr()] = type;
   }
-  eaglex::fail(ErrorCode::kShape, "tensor: expected float32, float16, bfloat16, int32, int64, uint8 or bool, got ", name);
+  eaglex::fail(ErrorCode::kShape, "expected float32, float16, bfloat16, int32, int64, uint8 or bool, got ", name);
 }
 
 TensorView borrow_torch(py::handle object) {
   const py::tuple shape = object.attr("shape");
   const py::tuple stride = object.attr("stride")();
   if (shape.size() > eaglex::kMaxRank) {
-    eaglex::fail(ErrorCode::kShape, "tensor: expected at most ", eaglex::kMaxRank, " dimensions, got ", shape.size());
+    eaglex::fail(ErrorCode::kShape, "expected at most ", eaglex::kMaxRank, " dimensions, got ", shape.size());
   }
   TensorView view;
   view.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<std::uintptr_t>());  // NOLINT
@@ -103,35 +106,40 @@ TensorView borrow_dlpack(py::handle object) {
   return view_of(capsule.get_pointer<DLManagedTensor>()->dl_tensor);
 }
 
-}  // namespace
-
-namespace pybind11::detail {
-
-template <>
-struct type_caster<TensorView> {
-  PYBIND11_TYPE_CASTER(TensorView, const_name("typing.Any"));
-
-  bool load(handle source, bool /*convert*/) {
-    if (source.is_none()) {
-      value = TensorView();
-      return true;
-    }
-    if (hasattr(source, "data_ptr") && hasattr(source, "get_device")) {
-      value = borrow_torch(source);
-      return true;
-    }
-    if (!hasattr(source, "__dlpack__")) return false;
-    value = borrow_dlpack(source);
-    return true;
+// What `field` was given, or an error that names it.
+void assign(TensorView& to, py::handle value, const std::string& field) {
+  const bool torch = py::hasattr(value, "data_ptr") && py::hasattr(value, "get_device");
+  if (!value.is_none() && !torch && !py::hasattr(value, "__dlpack__")) {
+    eaglex::fail(ErrorCode::kShape, field, ": expected a tensor or None, got ", std::string(py::str(py::type::of(value).attr("__name__"))));
   }
-  static handle cast(const TensorView& view, return_value_policy /*policy*/, handle /*parent*/) {
-    return py::str(view ? eaglex::describe(view) : "None").release();
+  try {
+    to = value.is_none() ? TensorView() : torch ? borrow_torch(value) : borrow_dlpack(value);
+  } catch (const eaglex::Error& error) {
+    eaglex::fail(error.code(), field, ": ", error.what());
+  } catch (const py::error_already_set& error) {  // it is sparse, requires a gradient, …
+    eaglex::fail(ErrorCode::kShape, field, ": expected a tensor that can be borrowed, got ", error.what());
   }
-};
+}
 
-}  // namespace pybind11::detail
+void assign(std::vector<TensorView>& to, py::handle value, const std::string& field) {
+  if (!py::isinstance<py::sequence>(value)) {
+    eaglex::fail(ErrorCode::kShape, field, ": expected a list of tensors, got ", std::string(py::str(py::type::of(value).attr("__name__"))));
+  }
+  std::vector<TensorView> views;
+  for (const py::handle item : py::reinterpret_borrow<py::sequence>(value)) {
+    const std::string name = eaglex::concat(field, '[', views.size(), ']');
+    assign(views.emplace_back(), item, name);
+  }
+  to = std::move(views);
+}
 
-namespace {
+std::string show(const TensorView& view) { return view ? eaglex::describe(view) : "None"; }
+
+std::vector<std::string> show(const std::vector<TensorView>& views) {
+  std::vector<std::string> shown;
+  for (const TensorView& view : views) shown.push_back(show(view));
+  return shown;
+}
 
 void translate(const eaglex::Error& error) {
   const char* name = "EaglexError";
@@ -195,31 +203,38 @@ void bind_configs(py::module_& m) {
 
 void bind_tensors(py::module_& m) {
   using namespace eaglex;  // NOLINT(google-build-using-namespace)
+// Reads as a description; takes None or whatever has __dlpack__.
+#define EAGLEX_TENSOR(Struct, name)                                            \
+  .def_property(                                                               \
+      #name, [](const Struct& self) { return show(self.name); },               \
+      [](Struct& self, py::handle value) { assign(self.name, value, #name); })
   py::class_<LayerWeights>(m, "LayerWeights").def(py::init<>())
-      EAGLEX_FIELD(LayerWeights, input_layernorm) EAGLEX_FIELD(LayerWeights, hidden_norm) EAGLEX_FIELD(LayerWeights, q_proj)
-      EAGLEX_FIELD(LayerWeights, k_proj) EAGLEX_FIELD(LayerWeights, v_proj) EAGLEX_FIELD(LayerWeights, o_proj)
-      EAGLEX_FIELD(LayerWeights, post_attention_layernorm) EAGLEX_FIELD(LayerWeights, gate_proj)
-      EAGLEX_FIELD(LayerWeights, up_proj) EAGLEX_FIELD(LayerWeights, down_proj);
+      EAGLEX_TENSOR(LayerWeights, input_layernorm) EAGLEX_TENSOR(LayerWeights, hidden_norm) EAGLEX_TENSOR(LayerWeights, q_proj)
+      EAGLEX_TENSOR(LayerWeights, k_proj) EAGLEX_TENSOR(LayerWeights, v_proj) EAGLEX_TENSOR(LayerWeights, o_proj)
+      EAGLEX_TENSOR(LayerWeights, post_attention_layernorm) EAGLEX_TENSOR(LayerWeights, gate_proj)
+      EAGLEX_TENSOR(LayerWeights, up_proj) EAGLEX_TENSOR(LayerWeights, down_proj);
   py::class_<DraftWeights>(m, "DraftWeights").def(py::init<>())
-      EAGLEX_FIELD(DraftWeights, embed_tokens) EAGLEX_FIELD(DraftWeights, fc) EAGLEX_FIELD(DraftWeights, aux_norms)
-      EAGLEX_FIELD(DraftWeights, layers) EAGLEX_FIELD(DraftWeights, norm) EAGLEX_FIELD(DraftWeights, lm_head)
-      EAGLEX_FIELD(DraftWeights, d2t) EAGLEX_FIELD(DraftWeights, inv_freq);
+      EAGLEX_TENSOR(DraftWeights, embed_tokens) EAGLEX_TENSOR(DraftWeights, fc) EAGLEX_TENSOR(DraftWeights, aux_norms)
+      EAGLEX_FIELD(DraftWeights, layers) EAGLEX_TENSOR(DraftWeights, norm) EAGLEX_TENSOR(DraftWeights, lm_head)
+      EAGLEX_TENSOR(DraftWeights, d2t) EAGLEX_TENSOR(DraftWeights, inv_freq);
   py::class_<EngineTensors>(m, "EngineTensors").def(py::init<>())
-      EAGLEX_FIELD(EngineTensors, req_to_token) EAGLEX_FIELD(EngineTensors, draft_k) EAGLEX_FIELD(EngineTensors, draft_v)
-      EAGLEX_FIELD(EngineTensors, draft_tokens) EAGLEX_FIELD(EngineTensors, parents) EAGLEX_FIELD(EngineTensors, scores)
-      EAGLEX_FIELD(EngineTensors, num_nodes) EAGLEX_FIELD(EngineTensors, drafted_for) EAGLEX_FIELD(EngineTensors, draft_probs)
-      EAGLEX_FIELD(EngineTensors, counters);
+      EAGLEX_TENSOR(EngineTensors, req_to_token) EAGLEX_TENSOR(EngineTensors, draft_k) EAGLEX_TENSOR(EngineTensors, draft_v)
+      EAGLEX_TENSOR(EngineTensors, draft_tokens) EAGLEX_TENSOR(EngineTensors, parents) EAGLEX_TENSOR(EngineTensors, scores)
+      EAGLEX_TENSOR(EngineTensors, num_nodes) EAGLEX_TENSOR(EngineTensors, drafted_for) EAGLEX_TENSOR(EngineTensors, draft_probs)
+      EAGLEX_TENSOR(EngineTensors, counters);
   py::class_<BatchTensors>(m, "BatchTensors").def(py::init<>())
-      EAGLEX_FIELD(BatchTensors, aux_hidden_states) EAGLEX_FIELD(BatchTensors, input_ids) EAGLEX_FIELD(BatchTensors, row_start)
-      EAGLEX_FIELD(BatchTensors, num_valid) EAGLEX_FIELD(BatchTensors, draft_from)
-      EAGLEX_FIELD(BatchTensors, req_pool_indices) EAGLEX_FIELD(BatchTensors, seq_lens)
-      EAGLEX_FIELD(BatchTensors, temperatures) EAGLEX_FIELD(BatchTensors, uniforms);
+      EAGLEX_TENSOR(BatchTensors, aux_hidden_states) EAGLEX_TENSOR(BatchTensors, input_ids) EAGLEX_TENSOR(BatchTensors, row_start)
+      EAGLEX_TENSOR(BatchTensors, num_valid) EAGLEX_TENSOR(BatchTensors, draft_from)
+      EAGLEX_TENSOR(BatchTensors, req_pool_indices) EAGLEX_TENSOR(BatchTensors, seq_lens)
+      EAGLEX_TENSOR(BatchTensors, out_cache_loc)
+      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms);
   py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
-      EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_FIELD(VerifyTensors, req_pool_indices)
-      EAGLEX_FIELD(VerifyTensors, seq_lens) EAGLEX_FIELD(VerifyTensors, bonus_tokens)
-      EAGLEX_FIELD(VerifyTensors, draft_tokens) EAGLEX_FIELD(VerifyTensors, positions)
-      EAGLEX_FIELD(VerifyTensors, retrieve_index) EAGLEX_FIELD(VerifyTensors, retrieve_next_token)
-      EAGLEX_FIELD(VerifyTensors, retrieve_next_sibling) EAGLEX_FIELD(VerifyTensors, mask);
+      EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_TENSOR(VerifyTensors, req_pool_indices)
+      EAGLEX_TENSOR(VerifyTensors, seq_lens) EAGLEX_TENSOR(VerifyTensors, bonus_tokens)
+      EAGLEX_TENSOR(VerifyTensors, draft_tokens) EAGLEX_TENSOR(VerifyTensors, positions)
+      EAGLEX_TENSOR(VerifyTensors, retrieve_index) EAGLEX_TENSOR(VerifyTensors, retrieve_next_token)
+      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask);
+#undef EAGLEX_TENSOR
 #undef EAGLEX_FIELD
 }
 
@@ -266,8 +281,14 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_DRAFT_TOKENS") = eaglex::kMaxDraftTokens;
   m.attr("LANE_STATUS_COUNT") = eaglex::kNumLaneStatus;
 #ifdef EAGLEX_WITH_CUDA
-  m.attr("has_cuda") = true;
+  static constexpr bool kCuda = true;
 #else
-  m.attr("has_cuda") = false;
+  static constexpr bool kCuda = false;
 #endif
+  m.def("build_info", [] {
+        py::typing::Dict<py::str, py::object> info;
+        info["cuda"] = py::bool_(kCuda);
+        info["compiler"] = py::str(__VERSION__);
+        return info;
+      }, "What this extension was built with: cuda (bool), compiler (str).");
 }

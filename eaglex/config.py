@@ -22,7 +22,7 @@ class AuxNorm(enum.Enum):
 
 
 class Residual(enum.Enum):
-    """What the first layer adds its attention to: the hidden state as it came, or after hidden_norm (norm_before_residual)."""
+    """What the first layer adds its attention to: the hidden state, or its hidden_norm (norm_before_residual)."""
 
     PRE_NORM = "pre_norm"
     NORMED = "normed"
@@ -43,14 +43,14 @@ class EmbeddingNorm(enum.Enum):
 
 
 class Sampling(enum.Enum):
-    """How draft tokens are chosen: the top-k by probability, or a chain drawn at the request's temperature with its draft_probs."""
+    """How draft tokens are chosen: the top-k, or a chain drawn at the request's temperature with its draft_probs."""
 
     GREEDY = "greedy"
     REJECTION = "rejection"
 
 
 class MaskMode(enum.Enum):
-    """SGLang's forms of the tree mask: [N, seq_len + N] per request in one flat tensor, [B, N, N], or bits of bytes [B, N, n]."""
+    """SGLang's tree masks: [N, seq_len + N] per request in one flat tensor, [B, N, N], or bits of [B, N, bytes]."""
 
     FULL = "full"
     QLEN_ONLY = "qlen_only"
@@ -125,8 +125,18 @@ class DraftConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size",
-                     "draft_vocab_size", "max_positions", "num_layers", "num_aux"):
+        for name in (
+            "hidden_size",
+            "target_hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "vocab_size",
+            "draft_vocab_size",
+            "max_positions",
+            "num_layers",
+            "num_aux",
+        ):
             _at_least(self, name, 1)
         if self.rotary_dim == 0:
             object.__setattr__(self, "rotary_dim", self.head_dim)
@@ -161,9 +171,9 @@ class DraftConfig:
 class SpeculationConfig:
     """How far and how wide one cycle drafts; SGLang's --speculative-num-steps, -eagle-topk and -num-draft-tokens.
 
-    `num_steps` K is the depth of the tree, `topk` k the branches taken per step, `num_draft_tokens` N the nodes that the target
-    verifies, root (the bonus token) included. A chain is topk 1 with N = K + 1. K = 0 is plain decoding: the draft's K and V
-    are kept up to date, nothing is drafted, N is 1.
+    `num_steps` K is the depth of the tree, `topk` k the branches taken per step, `num_draft_tokens` N the nodes that
+    the target verifies, root (the bonus token) included. A chain is topk 1 with N = K + 1. K = 0 is plain decoding: the
+    draft's K and V are kept up to date, nothing is drafted, N is 1.
     """
 
     num_steps: int
@@ -184,13 +194,17 @@ class SpeculationConfig:
             _fail("topk", f"in 1..{self.MAX_TOPK}", self.topk)
         low, high = self.num_steps + 1, min(self.num_candidates + 1, self.MAX_DRAFT_TOKENS)
         if not low <= self.num_draft_tokens <= high:
-            _fail("num_draft_tokens", f"in {low}..{high} for num_steps={self.num_steps}, topk={self.topk}", self.num_draft_tokens)
+            _fail(
+                "num_draft_tokens",
+                f"in {low}..{high} for num_steps={self.num_steps}, topk={self.topk}",
+                self.num_draft_tokens,
+            )
         if self.sampling is Sampling.REJECTION and self.topk != 1:
             _fail("topk", "1 with rejection sampling", self.topk)
 
     @property
     def num_candidates(self) -> int:
-        """Scored nodes of one cycle before re-ranking: k for the first step, k² for each later one (a chain's k² is 1)."""
+        """Scored nodes of one cycle before re-ranking: k for the first step, k² for each later one."""
         return self.topk + (self.num_steps - 1) * self.topk**2 if self.num_steps else 0
 
     def check(self, config: DraftConfig) -> None:
@@ -205,8 +219,8 @@ class SpeculationConfig:
 class EngineLimits:
     """How much one cycle may bring, for which memory is planned at construction.
 
-    `max_batch` requests (padded lanes included), `max_rows` rows of aux_hidden_states, `num_slots` request slots, of which slot 0 is
-    reserved for padded lanes.
+    `max_batch` requests (padded lanes included), `max_rows` rows of aux_hidden_states, `num_slots` request slots, of
+    which slot 0 is reserved for padded lanes.
     """
 
     max_batch: int

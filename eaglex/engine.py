@@ -1,7 +1,7 @@
 """DraftEngine: the C++ engine behind torch tensors. Binds once, then one call per cycle and one per verification.
 
-The tensors and their meaning are the contract of docs/design.md; checks are made in C++ (csrc/draft/door.cpp) and raise ShapeError
-or ConfigError. Everything lives on one device, the weights' own.
+The tensors and their meaning are the contract of docs/design.md; checks are made in C++ (csrc/draft/door.cpp) and raise
+ShapeError or ConfigError. Everything lives on one device, the weights' own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
-from eaglex.errors import DeviceError, ShapeError
+from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
 
 if TYPE_CHECKING:
-    from eaglex import _C
     from eaglex.weights import DraftWeights
 
 
@@ -49,6 +48,9 @@ class DraftBatch:
     draft_from: Tensor  # [B] bool: False for a prompt chunk that is not the last
     req_pool_indices: Tensor  # [B] int32 or int64
     seq_lens: Tensor  # [B] int32 or int64: length before these rows
+    # [rows] int32 or int64: the KV slot each row's K and V go to; None takes that of its position in req_to_token. A host
+    # that may give a finished request's slot away while its last draft still runs must say it here.
+    out_cache_loc: Tensor | None = None
     temperatures: Tensor | None = None  # [B] float32, only with Sampling.REJECTION
     uniforms: Tensor | None = None  # [B, K] float32 in [0, 1), only with Sampling.REJECTION
 
@@ -66,8 +68,9 @@ class DraftResults:
     draft_probs: Tensor | None = None  # [num_slots, K, Vd] float32, only with Sampling.REJECTION
 
     @classmethod
-    def allocate(cls, config: DraftConfig, speculation: SpeculationConfig, limits: EngineLimits,
-                 device: torch.device) -> DraftResults:
+    def allocate(
+        cls, config: DraftConfig, speculation: SpeculationConfig, limits: EngineLimits, device: torch.device
+    ) -> DraftResults:
         """Empty results for that many slots."""
         slots, nodes = limits.num_slots, speculation.num_draft_tokens - 1
 
@@ -78,10 +81,14 @@ class DraftResults:
         if speculation.sampling is Sampling.REJECTION:
             probs = zeros(slots, speculation.num_steps, config.draft_vocab_size, dtype=torch.float32)
         return cls(
-            draft_tokens=zeros(slots, nodes, dtype=torch.int64), parents=zeros(slots, nodes, dtype=torch.int32),
-            scores=zeros(slots, nodes, dtype=torch.float32), num_nodes=zeros(slots, dtype=torch.int32),
-            drafted_for=zeros(slots, dtype=torch.int64) - 1, counters=zeros(len(LaneStatus), dtype=torch.int64),
-            draft_probs=probs)
+            draft_tokens=zeros(slots, nodes, dtype=torch.int64),
+            parents=zeros(slots, nodes, dtype=torch.int32),
+            scores=zeros(slots, nodes, dtype=torch.float32),
+            num_nodes=zeros(slots, dtype=torch.int32),
+            drafted_for=zeros(slots, dtype=torch.int64) - 1,
+            counters=zeros(len(LaneStatus), dtype=torch.int64),
+            draft_probs=probs,
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -97,8 +104,14 @@ class VerifyTensors:
     mask_mode: MaskMode
 
     @classmethod
-    def allocate(cls, batch: int, num_draft_tokens: int, mask_mode: MaskMode, device: torch.device | str = "cpu",
-                 total_length: int = 0) -> VerifyTensors:
+    def allocate(
+        cls,
+        batch: int,
+        num_draft_tokens: int,
+        mask_mode: MaskMode,
+        device: torch.device | str = "cpu",
+        total_length: int = 0,
+    ) -> VerifyTensors:
         """Buffers for that batch; MaskMode.FULL needs the sum of its seq_lens, `total_length`."""
         n = num_draft_tokens
         ids = [torch.zeros(batch, n, dtype=torch.int64, device=device) for _ in range(5)]
@@ -109,23 +122,40 @@ class VerifyTensors:
         else:
             width = next(w for w in (1, 2, 4, 8) if 8 * w >= n)
             mask = torch.zeros(batch, n, width, dtype=torch.uint8, device=device)
-        return cls(draft_tokens=ids[0], positions=ids[1], retrieve_index=ids[2], retrieve_next_token=ids[3],
-                   retrieve_next_sibling=ids[4], mask=mask, mask_mode=mask_mode)
+        return cls(
+            draft_tokens=ids[0],
+            positions=ids[1],
+            retrieve_index=ids[2],
+            retrieve_next_token=ids[3],
+            retrieve_next_sibling=ids[4],
+            mask=mask,
+            mask_mode=mask_mode,
+        )
 
 
 class DraftEngine:
     """Drafts for up to limits.max_batch requests per cycle with an EAGLE-3 head.
 
-    `req_to_token` [num_slots, max_context] int32 maps a request's positions to KV slots (< 0: no K and V there, not attended to);
-    `draft_k`, `draft_v` hold per layer [num_kv_slots, num_kv_heads, head_dim] in float32, float16 or bfloat16. The engine is the
-    only writer of the latter; all three are borrowed. Raises ConfigError, ShapeError, DeviceError.
+    `req_to_token` [num_slots, max_context] int32 maps a request's positions to KV slots (< 0: no K and V there, not
+    attended to); `draft_k`, `draft_v` hold per layer [num_kv_slots, num_kv_heads, head_dim] in float32, float16 or
+    bfloat16. The engine is the only writer of the latter; all three are borrowed. Raises ConfigError, ShapeError,
+    DeviceError.
     """
 
     # Inputs of launches that may still run on the device; a ring because the host runs ahead of it.
     _KEPT_BATCHES = 8
 
-    def __init__(self, config: DraftConfig, speculation: SpeculationConfig, *, limits: EngineLimits, weights: DraftWeights,
-                 req_to_token: Tensor, draft_k: list[Tensor], draft_v: list[Tensor]) -> None:
+    def __init__(
+        self,
+        config: DraftConfig,
+        speculation: SpeculationConfig,
+        *,
+        limits: EngineLimits,
+        weights: DraftWeights,
+        req_to_token: Tensor,
+        draft_k: list[Tensor],
+        draft_v: list[Tensor],
+    ) -> None:
         binary = _extension()
         speculation.check(config)
         weights.check(config)
@@ -137,12 +167,20 @@ class DraftEngine:
         self._bound = (weights, req_to_token, draft_k, draft_v)
         self._kept: collections.deque[object] = collections.deque(maxlen=self._KEPT_BATCHES)
         self._engine = binary.DraftEngine(
-            device=self.device.type, index=self.device.index or 0, config=_config(binary, config, rope_factor),
+            device=self.device.type,
+            index=self.device.index or 0,
+            config=_config(binary, config, rope_factor),
             speculation=_speculation(binary, speculation),
             limits=_fill(binary.EngineLimits(), **dataclasses.asdict(limits)),
             weights=_weights(binary, weights, self._inv_freq),
-            tensors=_fill(binary.EngineTensors(), req_to_token=req_to_token, draft_k=draft_k, draft_v=draft_v,
-                          **_fields(self.results)))
+            tensors=_fill(
+                binary.EngineTensors(),
+                req_to_token=req_to_token,
+                draft_k=draft_k,
+                draft_v=draft_v,
+                **_fields(self.results),
+            ),
+        )
         self._binary = binary
 
     def enqueue(self, batch: DraftBatch, stream: int = 0) -> None:
@@ -153,26 +191,31 @@ class DraftEngine:
         """One cycle as one launch: extend by the batch's rows, draft K steps, write the results by request slot."""
         self._engine.run(self._batch(batch), stream)
 
-    def tree(self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0) -> None:
+    def tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
+    ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order.
 
         A slot whose draft was not made for exactly seq_lens[b] gets none: its nodes are pads that nothing reaches.
         """
         fields = _fields(out)
         fields["mask_mode"] = getattr(self._binary.MaskMode, out.mask_mode.name)
-        tensors = _fill(self._binary.VerifyTensors(), req_pool_indices=req_pool_indices, seq_lens=seq_lens,
-                        bonus_tokens=bonus_tokens, **fields)
-        if out.mask_mode is MaskMode.FULL and self.device.type == "cpu":
-            batch, n = out.draft_tokens.shape
-            needed = n * (int(seq_lens.sum()) + batch * n)
-            if out.mask.numel() < needed:
-                raise ShapeError(f"mask: expected at least {needed} elements for these seq_lens, got {out.mask.numel()}")
+        tensors = _fill(
+            self._binary.VerifyTensors(),
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            bonus_tokens=bonus_tokens,
+            **fields,
+        )
         self._kept.append((out, req_pool_indices, seq_lens, bonus_tokens))
         self._engine.tree(tensors, stream)
 
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""
-        return {status.name.lower(): int(count) for status, count in zip(LaneStatus, self.results.counters.tolist(), strict=True)}
+        return {
+            status.name.lower(): int(count)
+            for status, count in zip(LaneStatus, self.results.counters.tolist(), strict=True)
+        }
 
     @property
     def backend_name(self) -> str:
@@ -193,7 +236,9 @@ def _extension() -> Any:
     try:
         from eaglex import _C
     except ImportError as error:
-        raise DeviceError(f"eaglex._C: expected the compiled extension, got {error}; build it with: pip install -e .") from error
+        raise DeviceError(
+            f"eaglex._C: expected the compiled extension, got {error}; build it with: pip install -e ."
+        ) from error
     return _C
 
 
@@ -202,7 +247,7 @@ def _fill(target: Any, **values: Any) -> Any:
         try:
             setattr(target, name, value)
         except TypeError as error:
-            raise ShapeError(f"{name}: expected a tensor or None, got {type(value).__name__}") from error
+            raise ConfigError(f"{name}: expected another type, got {type(value).__name__} {value!r}") from error
     return target
 
 
@@ -210,7 +255,7 @@ def _fields(owner: Any) -> dict[str, Any]:
     return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
 
 
-def _config(binary: Any, config: DraftConfig, rope_factor: float) -> _C.DraftConfig:
+def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:
     values = _fields(config)
     del values["rope"]
     values["rope_factor"] = rope_factor
@@ -220,17 +265,28 @@ def _config(binary: Any, config: DraftConfig, rope_factor: float) -> _C.DraftCon
     return _fill(binary.DraftConfig(), **values)
 
 
-def _speculation(binary: Any, speculation: SpeculationConfig) -> _C.SpeculationConfig:
+def _speculation(binary: Any, speculation: SpeculationConfig) -> Any:
     values = _fields(speculation)
     values["sampling"] = getattr(binary.Sampling, speculation.sampling.name)
     return _fill(binary.SpeculationConfig(), **values)
 
 
-def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> _C.DraftWeights:
-    layers = [_fill(binary.LayerWeights(), **{name: _plain(t) for name, t in _fields(layer).items()}) for layer in weights.layers]
-    return _fill(binary.DraftWeights(), embed_tokens=_plain(weights.embed_tokens), fc=_plain(weights.fc),
-                 aux_norms=[_plain(t) for t in weights.aux_norms], layers=layers, norm=_plain(weights.norm),
-                 lm_head=_plain(weights.lm_head), d2t=weights.d2t, inv_freq=inv_freq)
+def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
+    layers = [
+        _fill(binary.LayerWeights(), **{name: _plain(t) for name, t in _fields(layer).items()})
+        for layer in weights.layers
+    ]
+    return _fill(
+        binary.DraftWeights(),
+        embed_tokens=_plain(weights.embed_tokens),
+        fc=_plain(weights.fc),
+        aux_norms=[_plain(t) for t in weights.aux_norms],
+        layers=layers,
+        norm=_plain(weights.norm),
+        lm_head=_plain(weights.lm_head),
+        d2t=weights.d2t,
+        inv_freq=inv_freq,
+    )
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:

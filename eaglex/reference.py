@@ -1,12 +1,14 @@
-"""EAGLE-3 drafting and verification in plain PyTorch: the spec. Where C++ or CUDA differ from this file, they are wrong.
+"""EAGLE-3 drafting and verification in plain PyTorch: the spec. Where C++ or CUDA differ, they are wrong.
 
 One request at a time, no paging, no batching, every row through every layer: what the engine makes of it for speed
-(DESIGN: the single-layer identity, scratch, slots) must not change a result. The functions bear the names of the engine's steps:
+(docs/design.md: the single-layer identity, scratch, slots) must not change a result. The functions bear the names of
+the engine's steps:
 
     fuse → qkv → attention → o_proj → gate_up → down → head → select → tree
 
 Sizes: H hidden, Ht target hidden, A auxiliary layers, V vocabulary, Vd draft vocabulary, K num_steps, k topk,
-N num_draft_tokens (root included), T rows. Arithmetic runs in the dtype of the weights, norms and softmax in at least float32.
+N num_draft_tokens (root included), T rows. Arithmetic runs in the dtype of the weights, norms and softmax in at least
+float32.
 Sources: EAGLE-3 (arXiv 2503.01840) for the model, EAGLE-2 (arXiv 2406.16858) for the re-ranked tree, Leviathan et al.
 (arXiv 2211.17192) for rejection sampling, SGLang's verifier for node order and the retrieve_* links.
 """
@@ -63,7 +65,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies [rotary_dim / 2] float32 and the factor on cosine and sine.
 
-    Formulas: Hugging Face `modeling_rope_utils` (default, linear, llama3, yarn), whose float32 rounding is kept, because
+    Formulas: Hugging Face `modeling_rope_utils` (default, linear, llama3, yarn). Its float32 rounding is kept, because
     models were trained with it and a position of 100,000 multiplies any difference.
     """
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
@@ -77,7 +79,8 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
         blend = (rope.original_max_position_embeddings / wavelength - rope.low_freq_factor) / (
             rope.high_freq_factor - rope.low_freq_factor)
         middle = (1 - blend) * inv_freq / rope.factor + blend * inv_freq
-        scaled = torch.where(wavelength > long, inv_freq / rope.factor, torch.where(wavelength < short, inv_freq, middle))
+        short_or_middle = torch.where(wavelength < short, inv_freq, middle)
+        scaled = torch.where(wavelength > long, inv_freq / rope.factor, short_or_middle)
         return scaled, 1.0 if rope.attention_factor is None else rope.attention_factor
     if kind == "yarn":
         return _yarn(rope, rotary_dim, inv_freq)
@@ -85,9 +88,10 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: RopeConfig, dim: int, inv_freq: Tensor) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): interpolate slow frequencies, keep fast ones, ramp between; scale attention by ln(factor)."""
+    """YaRN (arXiv 2309.00071): interpolate slow frequencies, keep fast ones, ramp between; scale attention."""
     def dimension(rotations: float) -> float:
-        return dim * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        length = rope.original_max_position_embeddings
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -121,7 +125,7 @@ def rope(x: Tensor, positions: Tensor, config: DraftConfig) -> Tensor:
 
 
 def fuse(config: DraftConfig, weights: DraftWeights, aux_hidden_states: Tensor) -> Tensor:
-    """aux_hidden_states [T, A·Ht] → hidden [T, H]: EAGLE-3's fc over the auxiliary layers, each normed where the draft says so."""
+    """aux_hidden_states [T, A·Ht] → hidden [T, H]: EAGLE-3's fc over the auxiliary layers, normed by aux_norm."""
     x = aux_hidden_states.to(weights.fc.dtype)
     if config.aux_norm.value == "whole":
         x = rms_norm(x, weights.aux_norms[0], config.rms_norm_eps)
@@ -135,7 +139,8 @@ def qkv(config: DraftConfig, weights: DraftWeights, index: int, hidden: Tensor, 
         positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Layer `index`: hidden [T, H] → q [T, heads, D], k, v [T, kv_heads, D] and the residual [T, H].
 
-    The first layer reads the concatenation of the embedding and the hidden state, each normed; later ones the normed hidden state.
+    The first layer reads the concatenation of embedding and hidden state, each normed; later ones the normed hidden
+    state.
     """
     layer, eps = weights.layers[index], config.rms_norm_eps
     residual = hidden
@@ -156,7 +161,7 @@ def qkv(config: DraftConfig, weights: DraftWeights, index: int, hidden: Tensor, 
 
 
 def attention(config: DraftConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """softmax(q kᵀ / √D) v for q [T, heads, D] over k, v [S, kv_heads, D] where `visible` [T, S] is true; [T, heads·D]."""
+    """softmax(q kᵀ / √D) v: q [T, heads, D] over k, v [S, kv_heads, D] where `visible` [T, S]; → [T, heads·D]."""
     group = config.num_heads // config.num_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("thd,shd->hts", _wide(q), _wide(k)) / math.sqrt(config.head_dim)
@@ -204,14 +209,16 @@ def extend(config: DraftConfig, weights: DraftWeights, cache: DraftCache, aux_hi
            input_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Take in T accepted rows: aux_hidden_states [T, A·Ht] and for each the token *after* it, input_ids [T].
 
-    Row j sits at position len(cache) + j. Returns logits [Vd] and hidden [H] of the last row, from which drafting starts.
+    Row j sits at position len(cache) + j. Returns logits [Vd] and hidden [H] of the last row, from which drafting
+    starts.
     """
     if input_ids.shape[0] == 0 or aux_hidden_states.shape != (input_ids.shape[0], config.aux_width):
         raise ValueError(f"aux_hidden_states: expected [{input_ids.shape[0]} >= 1, {config.aux_width}], "
                          f"got {list(aux_hidden_states.shape)}")
     past, rows = len(cache), input_ids.shape[0]
     if past + rows > config.max_positions:
-        raise ValueError(f"input_ids: expected at most {config.max_positions - past} rows (max_positions={config.max_positions}), got {rows}")
+        room = config.max_positions - past
+        raise ValueError(f"input_ids: expected at most {room} rows (max_positions={config.max_positions}), got {rows}")
     visible = torch.ones(rows, cache.rows + rows, dtype=torch.bool).tril(cache.rows)
     hidden = fuse(config, weights, aux_hidden_states)
     logits, hidden = forward(config, weights, cache, hidden, input_ids, torch.arange(past, past + rows), visible)
@@ -223,7 +230,7 @@ def extend(config: DraftConfig, weights: DraftWeights, cache: DraftCache, aux_hi
 
 @dataclasses.dataclass
 class Draft:
-    """Drafted nodes in the order of SGLang's grid index, parents first; node i of the tree is entry i - 1, node 0 the root."""
+    """Drafted nodes in order of grid index, parents first; node i of the tree is entry i - 1, node 0 the root."""
 
     tokens: Tensor  # [n] int64, target vocabulary
     parents: Tensor  # [n] int64, node in 0..n
@@ -240,14 +247,14 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
           speculation: SpeculationConfig, temperature: float = 0.0, uniforms: Tensor | None = None) -> Draft:
     """Draft up to N - 1 nodes from extend's logits [Vd] and hidden [H]; `cache` is left as it was.
 
-    Step s extends each of the k best nodes (the frontier) by its k best tokens; of these k² candidates the k best by cumulative
-    log-probability are the next frontier (EAGLE-2). At the end `select` keeps the N - 1 best of all. Ties go to the lowest
-    index. With temperature > 0 a chain draws each token from softmax(logits / temperature) by uniforms [K].
-    Logits whose log-sum-exp is not finite, or a context without room for K more tokens: no draft.
+    Step s extends each of the k best nodes (the frontier) by its k best tokens; of these k² candidates the k best by
+    cumulative log-probability are the next frontier (EAGLE-2). At the end `select` keeps the N - 1 best of all. Ties go
+    to the lowest index. With temperature > 0 a chain draws each token from softmax(logits / temperature) by uniforms
+    [K]. Logits whose log-sum-exp is not finite, or a context without room for K more tokens: no draft.
     """
     steps, k, past, prefix = speculation.num_steps, speculation.topk, len(cache), cache.rows
     if temperature > 0 and (k != 1 or uniforms is None):
-        raise ValueError(f"temperature: expected 0 unless topk=1 and uniforms are given, got {temperature} with topk={k}")
+        raise ValueError(f"temperature: expected 0 unless topk=1 and uniforms are given, got {temperature}, topk={k}")
     if steps == 0 or past + steps >= config.max_positions:
         return Draft.none()
     local = DraftCache(list(cache.k), list(cache.v), cache.start)
@@ -285,7 +292,8 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
             visible[i, [prefix + row for row in seen]] = True
         positions = torch.full((k,), past + step)
         logits, hidden = forward(config, weights, local, hidden[parent_row], grid_token[-1][best], positions, visible)
-    drafted = select(torch.cat(grid_token), torch.cat(grid_parent), torch.cat(grid_score), speculation.num_draft_tokens - 1)
+    count = speculation.num_draft_tokens - 1
+    drafted = select(torch.cat(grid_token), torch.cat(grid_parent), torch.cat(grid_score), count)
     drafted.probs = torch.stack(probs) if probs else None
     return drafted
 
@@ -297,7 +305,7 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sample(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one draft id from softmax(logits / T) of the one row [1, Vd] by inverse CDF in id order: (log-probability, id)."""
+    """Draw one draft id from softmax(logits [1, Vd] / T) by inverse CDF in id order: (log-probability, id)."""
     log_probs = torch.log_softmax(_wide(logits) / temperature, -1)
     index = inverse_cdf(log_probs[0].exp(), uniform).view(1, 1)
     return log_probs.gather(1, index), index
@@ -313,8 +321,9 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 def select(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> Draft:
     """EAGLE-2 re-ranking: the `count` best candidates by score, ties by grid index, put back into grid order.
 
-    tokens, parents, scores [G] are the whole grid: k entries of the first step, then k² per step; parents name grid index + 1,
-    0 the root. A parent never scores below its child and precedes it, so the chosen set is closed under parents.
+    tokens, parents, scores [G] are the whole grid: k entries of the first step, then k² per step; parents name grid
+    index + 1, 0 the root. A parent never scores below its child and precedes it, so the chosen set is closed under
+    parents.
     """
     _, order = top_k(scores[None], count)
     chosen = order[0].sort().values
@@ -328,7 +337,7 @@ def select(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> Draft
 
 @dataclasses.dataclass
 class VerifyTree:
-    """What the target verifies for one request: node 0 the bonus token, then the drafted nodes, then pads that nothing reaches."""
+    """What the target verifies for one request: the bonus token, the drafted nodes, then pads that nothing reaches."""
 
     draft_tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64: seq_len + depth
@@ -340,8 +349,8 @@ class VerifyTree:
 def tree(drafted: Draft, bonus_token: int, seq_len: int, num_draft_tokens: int) -> VerifyTree:
     """Verifier tensors for a request whose bonus token sits at position seq_len.
 
-    Fewer nodes than N - 1: the rest are pads (the bonus token again, a child of the root in mask and position, linked from
-    nowhere, so that nothing can accept them). More: the first N - 1, which are closed under parents.
+    Fewer nodes than N - 1: the rest are pads (the bonus token again, a child of the root in mask and position, linked
+    from nowhere, so that nothing can accept them). More: the first N - 1, which are closed under parents.
     """
     n = min(len(drafted.tokens), num_draft_tokens - 1)
     tokens = torch.full((num_draft_tokens,), bonus_token, dtype=torch.int64)
@@ -362,12 +371,12 @@ def tree(drafted: Draft, bonus_token: int, seq_len: int, num_draft_tokens: int) 
 
 def full_mask(trees: list[VerifyTree], seq_lens: list[int]) -> Tensor:
     """SGLang's FULL_MASK: per request [N, seq_len + N], the prefix visible to all, all requests flattened into one."""
-    rows = [torch.cat([torch.ones(len(t.mask), n, dtype=torch.bool), t.mask], 1) for t, n in zip(trees, seq_lens, strict=True)]
-    return torch.cat([r.flatten() for r in rows])
+    prefixes = [torch.ones(len(t.mask), n, dtype=torch.bool) for t, n in zip(trees, seq_lens, strict=True)]
+    return torch.cat([torch.cat([prefix, t.mask], 1).flatten() for prefix, t in zip(prefixes, trees, strict=True)])
 
 
 def packed_mask(trees: list[VerifyTree]) -> Tensor:
-    """SGLang's QLEN_ONLY_BITPACKING: [B, N, bytes] uint8, node j in bit j % 8 of byte j / 8; 1, 2, 4 or 8 bytes per row."""
+    """SGLang's QLEN_ONLY_BITPACKING: [B, N, bytes] uint8, node j in bit j % 8 of byte j / 8; 1, 2, 4 or 8 bytes."""
     n = len(trees[0].mask)
     width = 1 << max(0, math.ceil(math.log2((n + 7) // 8)))
     bits = torch.zeros(len(trees), n, width * 8, dtype=torch.int64)
@@ -400,11 +409,14 @@ def verify_greedy(candidates: VerifyTree, target_ids: Tensor) -> Accepted:
     return Accepted(nodes, tokens)
 
 
-def verify_target_only(candidates: VerifyTree, target_probs: Tensor, uniforms: Tensor, final_uniform: Tensor) -> Accepted:
-    """Sampled verification that needs no draft probabilities (SGLang's target-only rule); emits the target's distribution.
+def verify_target_only(
+    candidates: VerifyTree, target_probs: Tensor, uniforms: Tensor, final_uniform: Tensor
+) -> Accepted:
+    """Sampled verification without draft probabilities (SGLang's target-only rule); emits the target's distribution.
 
-    At a node the children split [0, 1) by their target probability [N, V], in sibling order: the uniform [N] of that node falls
-    on a child, which is accepted, or beyond all; then the emitted token is drawn from the rest of the target's distribution.
+    At a node the children split [0, 1) by their target probability [N, V], in sibling order: the uniform [N] of that
+    node falls on a child, which is accepted, or beyond all; then the emitted token is drawn from the rest of the
+    target's distribution.
     """
     node, nodes = 0, [0]
     tokens: list[int] = []
@@ -419,17 +431,23 @@ def verify_target_only(candidates: VerifyTree, target_probs: Tensor, uniforms: T
             rest[token] = 0.0
             child = int(candidates.retrieve_next_sibling[child])
         if child < 0:
+            if float(rest.sum()) <= 0:  # rounding left nothing behind the children
+                rest = target_probs[node].double()
             return Accepted(nodes, [*tokens, int(inverse_cdf(rest, final_uniform))])
         nodes.append(child)
         tokens.append(int(candidates.draft_tokens[child]))
         node = child
 
 
-def verify_rejection(chain: Draft, d2t: Tensor | None, target_probs: Tensor, uniforms: Tensor, final_uniform: Tensor) -> Accepted:
-    """Rejection sampling (arXiv 2211.17192) of a drawn chain against target_probs [K + 1, V]; emits the target's distribution.
+def verify_rejection(
+    chain: Draft, d2t: Tensor | None, target_probs: Tensor, uniforms: Tensor, final_uniform: Tensor
+) -> Accepted:
+    """Rejection sampling (arXiv 2211.17192) of a drawn chain against target_probs [K + 1, V]; emits the latter's
+    distribution.
 
-    Draft probabilities live in the draft vocabulary and are scattered through d2t; ids outside it have probability 0. Token i is
-    accepted with min(1, p/q); at the first refusal the token is drawn from max(p - q, 0), after the last one from p.
+    Draft probabilities live in the draft vocabulary and are scattered through d2t; ids outside it have probability 0.
+    Token i is accepted with min(1, p/q); at the first refusal the token is drawn from max(p - q, 0), after the last one
+    from p.
     """
     assert chain.probs is not None
     ids = torch.arange(chain.probs.shape[1])
@@ -460,7 +478,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Zero where not finite: a NaN that reached the cache would void every later draft of all requests that share the prefix."""
+    """Zero where not finite: a NaN in the cache would void every later draft of all requests that share the prefix."""
     return torch.where(torch.isfinite(x), x, torch.zeros((), dtype=x.dtype))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class LayerWeights:
-    """One decoder layer. The first layer reads 2H (embedding, hidden state), later ones H; [out, in] as in nn.Linear."""
+    """One decoder layer. The first reads 2H (embedding, hidden state), later ones H; [out, in] as in nn.Linear."""
 
     input_layernorm: Tensor | None  # [H]; in the first layer the norm of the embedding, None where it is not normed
     hidden_norm: Tensor | None  # [H]; first layer only
@@ -66,13 +66,17 @@ class DraftWeights:
         expected = expected_shapes(config)
         if self.d2t is None:
             if config.draft_vocab_size != config.vocab_size:
-                raise ShapeError(f"d2t: expected [{config.draft_vocab_size}] int64 since draft_vocab_size="
-                                 f"{config.draft_vocab_size} != vocab_size={config.vocab_size}, got none")
+                raise ShapeError(
+                    f"d2t: expected [{config.draft_vocab_size}] int64 since draft_vocab_size="
+                    f"{config.draft_vocab_size} != vocab_size={config.vocab_size}, got none"
+                )
             del expected["d2t"]
         actual = dict(self.named())
         for name in sorted(expected.keys() ^ actual.keys()):
             here = "missing" if name in expected else "present"
-            raise ShapeError(f"{name}: expected to be {'present' if name in expected else 'absent'} for this config, got {here}")
+            raise ShapeError(
+                f"{name}: expected to be {'present' if name in expected else 'absent'} for this config, got {here}"
+            )
         dtype = self.fc.dtype
         for name, tensor in actual.items():
             if tuple(tensor.shape) != expected[name]:
@@ -104,9 +108,14 @@ def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_layers):
         width = 2 * hidden if i == 0 else hidden
         layer: dict[str, tuple[int, ...]] = {
-            "q_proj": (config.q_size, width), "k_proj": (config.kv_size, width), "v_proj": (config.kv_size, width),
-            "o_proj": (hidden, config.q_size), "post_attention_layernorm": (hidden,),
-            "gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter),
+            "q_proj": (config.q_size, width),
+            "k_proj": (config.kv_size, width),
+            "v_proj": (config.kv_size, width),
+            "o_proj": (hidden, config.q_size),
+            "post_attention_layernorm": (hidden,),
+            "gate_proj": (inter, hidden),
+            "up_proj": (inter, hidden),
+            "down_proj": (hidden, inter),
         }
         if i == 0:
             layer["hidden_norm"] = (hidden,)

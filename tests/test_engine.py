@@ -1,4 +1,6 @@
-"""The C++ engine on the CPU equals the reference: ids and structure exactly, scores to 1e-5 where weights and pool are float32."""
+"""The C++ engine on the CPU equals the reference: ids and structure exactly, scores to 1e-5 where weights and pool
+are float32.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TREE = SpeculationConfig(num_steps=4, topk=3, num_draft_tokens=12)
 
 @st.composite
 def schedules(draw: st.DrawFn, *, room: int) -> list[list[Ask]]:
-    """Two to four cycles of up to four requests: prompts in one or several chunks, then verified windows, some skipping cycles."""
+    """Two to four cycles of up to four requests: prompts in one or several chunks, then verified windows, some
+    skipping cycles.
+    """
     lengths = dict.fromkeys(range(draw(st.integers(1, 4))), 0)
     cycles = []
     for index in range(draw(st.integers(2, 4))):
@@ -48,12 +52,22 @@ def play(rig: Rig, cycles: list[list[Ask]], *, scores: float = 1e-5, clear: floa
     return compared
 
 
-@given(data=st.data(), config=configs(), speculation=speculations(), seed=st.integers(0, 999), page=st.sampled_from([1, 16, 64]))
+@given(
+    data=st.data(),
+    config=configs(),
+    speculation=speculations(),
+    seed=st.integers(0, 999),
+    page=st.sampled_from([1, 16, 64]),
+)
 @settings(max_examples=50)
 def test_equals_the_reference(data, config, speculation, seed, page) -> None:
     layout = Layout(
-        page_size=page, seed=seed, id_dtype=data.draw(st.sampled_from([torch.int32, torch.int64])),
-        aux_gap=data.draw(st.sampled_from([0, 5])), context=data.draw(st.sampled_from([0, config.max_positions + 7])))
+        page_size=page,
+        seed=seed,
+        id_dtype=data.draw(st.sampled_from([torch.int32, torch.int64])),
+        aux_gap=data.draw(st.sampled_from([0, 5])),
+        context=data.draw(st.sampled_from([0, config.max_positions + 7])),
+    )
     rig = Rig(config, speculation, layout=layout, weights=random_weights(config, seed=seed))
     compared = play(rig, data.draw(schedules(room=40)), enqueue=data.draw(st.booleans()))
     assume(compared > 0)
@@ -64,15 +78,35 @@ def test_equals_the_reference(data, config, speculation, seed, page) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"aux_norm": AuxNorm.WHOLE}, {"aux_norm": AuxNorm.EACH}, {"residual": Residual.NORMED},
-        {"next_hidden": NextHidden.NORMED}, {"embedding_norm": EmbeddingNorm.NONE}, {"num_kv_heads": 4}, {"num_kv_heads": 1},
-        {"rotary_dim": 4}, {"draft_vocab_size": 60}, {"target_hidden_size": 24}, {"num_aux": 1}, {"rope": ROPES["yarn, mscale"]},
-    ], ids=str)
+        {"aux_norm": AuxNorm.WHOLE},
+        {"aux_norm": AuxNorm.EACH},
+        {"residual": Residual.NORMED},
+        {"next_hidden": NextHidden.NORMED},
+        {"embedding_norm": EmbeddingNorm.NONE},
+        {"num_kv_heads": 4},
+        {"num_kv_heads": 1},
+        {"rotary_dim": 4},
+        {"draft_vocab_size": 60},
+        {"target_hidden_size": 24},
+        {"num_aux": 1},
+        {"rope": ROPES["yarn, mscale"]},
+    ],
+    ids=str,
+)
 def test_each_switch(changes, layers) -> None:
-    """Not left to chance: every numeric switch at every depth, in a schedule with chunks, partial acceptance and a pause."""
+    """Not left to chance: every numeric switch at every depth, in a schedule with chunks, partial acceptance and
+    a pause.
+    """
     rig = Rig(make_config(num_layers=layers, **changes), TREE)
-    compared = play(rig, [
-        [Ask(0, 7, draft_from=False), Ask(1, 5)], [Ask(1, 5, 2), Ask(0, 4)], [Ask(0, 5, 1)], [Ask(0, 5, 5), Ask(1, 5, 3)]])
+    compared = play(
+        rig,
+        [
+            [Ask(0, 7, draft_from=False), Ask(1, 5)],
+            [Ask(1, 5, 2), Ask(0, 4)],
+            [Ask(0, 5, 1)],
+            [Ask(0, 5, 5), Ask(1, 5, 3)],
+        ],
+    )
     assert compared >= 4
     rig.compare_pool()
 
@@ -90,7 +124,9 @@ def test_16_bit_weights_and_rows(dtype, layers) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_16_bit_pool(dtype, layers) -> None:
-    """K and V are rounded to the pool's type, the prefix and the drafted nodes alike; a value at an edge may round the other way."""
+    """K and V are rounded to the pool's type, the prefix and the drafted nodes alike; a value at an edge may
+    round the other way.
+    """
     speculation = SpeculationConfig(num_steps=4, topk=2, num_draft_tokens=6)
     rig = Rig(make_config(num_layers=layers), speculation, layout=Layout(kv_dtype=dtype))
     cycles = [[Ask(r, 9) for r in range(5)], [Ask(r, 5, 1 + r) for r in range(5)], [Ask(r, 5, 5) for r in range(5)]]
@@ -102,7 +138,9 @@ def test_16_bit_pool(dtype, layers) -> None:
 @given(heat=st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5]), min_size=2, max_size=4), seed=st.integers(0, 99))
 @settings(max_examples=15)
 def test_rejection_sampling_draws_the_same_chain(steps, heat, seed) -> None:
-    """Tokens by inverse CDF of the given uniforms, with the distributions they came from; temperature 0 is the argmax, all mass on it."""
+    """Tokens by inverse CDF of the given uniforms, with the distributions they came from; temperature 0 is the
+    argmax, all mass on it.
+    """
     config = make_config(num_layers=1 + seed % 2)
     rig = Rig(config, rejection(steps), weights=random_weights(config, seed=seed))
     for request in range(len(heat)):
@@ -132,6 +170,8 @@ def test_a_prompt_in_chunks_is_the_prompt() -> None:
         assert int(rig.results.drafted_for[3]) == outcome.new_len
     assert rig.compare(rig.cycle([Ask(0, 2)]), clear=0) == 1
     assert rig.engine.counters() == dict.fromkeys(rig.engine.counters(), 0) | {"held": 3, "drafted": 1}
+    rig.cycle([Ask(0, 4, draft_from=False)])
+    assert int(rig.results.num_nodes[3]) == 0, "the draft of the cycle before is left behind for the new length"
     rig.compare_pool()
 
 
@@ -163,10 +203,20 @@ def test_up_to_the_last_position() -> None:
 
 
 def test_a_draft_of_one_token_vocabulary_and_one_head() -> None:
-    """The smallest model there can be; every distribution is certain, every score 0, every tie goes to the lowest index."""
+    """The smallest model there can be; every distribution is certain, every score 0, every tie goes to the lowest
+    index.
+    """
     config = make_config(
-        hidden_size=1, target_hidden_size=1, intermediate_size=1, num_heads=1, num_kv_heads=1, head_dim=2, vocab_size=1,
-        draft_vocab_size=1, num_aux=1)
+        hidden_size=1,
+        target_hidden_size=1,
+        intermediate_size=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        vocab_size=1,
+        draft_vocab_size=1,
+        num_aux=1,
+    )
     rig = Rig(config, SpeculationConfig(num_steps=3))
     rig.join(0, 1)
     outcome = rig.cycle([Ask(0, 3)])[0]

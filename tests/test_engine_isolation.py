@@ -1,4 +1,6 @@
-"""A request's draft depends on that request alone, bit by bit: not on its place in the batch, its neighbours, its slot's past."""
+"""A request's draft depends on that request alone, bit by bit: not on its place in the batch, its neighbours, its
+slot's past.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,12 @@ def advance(rig: Rig, asks: list[Ask | None]) -> None:
 def test_permuted_joined_late_dropped_padded(data, layers) -> None:
     """Any interleaving of requests into batches, with padded lanes, on any slots and pages: what each gets alone."""
     plans = {
-        r: [dataclasses.replace(Ask(r, 1), rows=rows, valid=data.draw(st.integers(1, rows)))
-            for rows in data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))]
-        for r in range(data.draw(st.integers(2, 4)))}
+        r: [
+            dataclasses.replace(Ask(r, 1), rows=rows, valid=data.draw(st.integers(1, rows)))
+            for rows in data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+        ]
+        for r in range(data.draw(st.integers(2, 4)))
+    }
     expected = {r: alone(plan, layers) for r, plan in plans.items()}
     rig = make_rig(layers, page_size=data.draw(st.sampled_from([1, 16])), seed=data.draw(st.integers(0, 99)), aux_gap=3)
     slots = data.draw(st.permutations(range(1, 8)))

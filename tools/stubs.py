@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,9 @@ def generate() -> str:
         if result.returncode != 0:
             raise SystemExit(f"pybind11-stubgen failed:\n{result.stdout}{result.stderr}")
         text = (Path(folder) / "eaglex" / "_C.pyi").read_text()
-    return HEADER + text.rstrip() + "\n"
+    text = re.sub(r":\n +\.\.\.$", ": ...", text.rstrip(), flags=re.MULTILINE)
+    text = re.sub(r"^(\w+: bool) = \w+$", r"\1", text, flags=re.MULTILINE)
+    return HEADER + text + "\n"
 
 
 def difference(committed: str, generated: str) -> str:

@@ -13,6 +13,7 @@ struct IdView {
   const std::int32_t* i32 = nullptr;
   const std::int64_t* i64 = nullptr;
 
+  [[nodiscard]] constexpr explicit operator bool() const { return i32 != nullptr || i64 != nullptr; }
   [[nodiscard]] constexpr std::int64_t operator[](std::int64_t i) const { return i64 != nullptr ? i64[i] : i32[i]; }
 };
 
@@ -29,6 +30,10 @@ struct DraftBatch {
   const std::uint8_t* draft_from = nullptr;  // [B] bool; false for a prompt chunk that is not the last
   IdView req_pool_indices;                   // [B], request slot; 0 for padded lanes
   IdView seq_lens;                           // [B], length before these rows
+  // [num_rows] or absent: the KV slot that each row's K and V go to; absent, that of its position in req_to_token. A host that
+  // may give a finished request's slot away while its last draft still runs must say it here: a row read late could send the
+  // write into a prefix that others share.
+  IdView out_cache_loc;
   const float* temperatures = nullptr;       // [B], only with Sampling::kRejection
   const float* uniforms = nullptr;           // [B, K] in [0, 1), only with Sampling::kRejection
 };
@@ -47,7 +52,7 @@ struct KvPool {
 enum class LaneStatus : std::int32_t {
   kLive = 0,
   kPadded,     // request slot 0: touches nothing
-  kHeld,       // draft_from is false: K and V are written
+  kHeld,       // draft_from is false, or K is 0: K and V are written
   kNoRoom,     // the context has no room for K more tokens: K and V are written
   kNotFinite,  // NaN or infinity reached the logits
   kBadIndex,   // an id, length or slot out of range: touches nothing
@@ -86,6 +91,7 @@ struct VerifyBatch {
   std::int64_t* retrieve_next_token = nullptr;    // out [B, N]: first child, -1 none
   std::int64_t* retrieve_next_sibling = nullptr;  // out [B, N]: next child of the same parent, -1 none
   std::uint8_t* mask = nullptr;                   // out, by mask_mode
+  std::int64_t mask_size = 0;                     // bytes behind `mask`; kFull needs the sum of N·(seq_len + N)
 };
 
 }  // namespace eaglex

@@ -71,12 +71,21 @@ struct RowPlace {
   return slot < kv.num_kv_slots ? slot : -1;
 }
 
+// Where a row of the batch writes its K and V, or -1 where it may not.
+[[nodiscard]] constexpr std::int64_t write_slot(const EngineContext& context, const DraftBatch& batch, std::int32_t lane,
+                                                std::int64_t row, std::int64_t position) {
+  if (!batch.out_cache_loc) return kv_slot(context.kv, batch.req_pool_indices[lane], position);
+  const std::int64_t slot = batch.out_cache_loc[row];
+  return slot >= 0 && slot < context.kv.num_kv_slots ? slot : -1;
+}
+
 // Whether row `offset` of a lane has a token of the vocabulary and a KV slot to write to.
 [[nodiscard]] constexpr bool row_is_sound(const EngineContext& context, const DraftBatch& batch, std::int32_t lane,
                                           std::int64_t offset) {
-  const std::int64_t token = batch.input_ids[batch.row_start[lane] + offset];
-  const std::int64_t position = batch.seq_lens[lane] + offset;
-  return token >= 0 && token < context.config.vocab_size && kv_slot(context.kv, batch.req_pool_indices[lane], position) >= 0;
+  const std::int64_t row = batch.row_start[lane] + offset;
+  const std::int64_t token = batch.input_ids[row];
+  return token >= 0 && token < context.config.vocab_size &&
+         write_slot(context, batch, lane, row, batch.seq_lens[lane] + offset) >= 0;
 }
 
 // All that can be said of a lane before its rows are looked at one by one.
@@ -89,8 +98,10 @@ struct RowPlace {
   const std::int64_t valid = batch.num_valid[lane];
   const std::int64_t new_len = batch.seq_lens[lane] + valid;
   if (first < 0 || first + count > batch.num_rows || valid < 1 || valid > count) return LaneStatus::kBadIndex;
+  // Where row_start is out of order, rows of this lane belong to another; the search takes one path for all rows between these two.
+  if (lane_of(batch, first) != lane || lane_of(batch, first + valid - 1) != lane) return LaneStatus::kBadIndex;
   if (batch.seq_lens[lane] < 0 || new_len > context.config.max_positions) return LaneStatus::kBadIndex;
-  if (batch.draft_from[lane] == 0) return LaneStatus::kHeld;
+  if (batch.draft_from[lane] == 0 || context.speculation.num_steps == 0) return LaneStatus::kHeld;
   return new_len + context.speculation.num_steps < context.config.max_positions ? LaneStatus::kLive : LaneStatus::kNoRoom;
 }
 

@@ -103,9 +103,8 @@ constexpr void write_result(const EngineContext& context, std::int32_t lane, std
 constexpr LaneStatus select_lane(const EngineContext& context, const DraftBatch& batch, const SelectParams& params,
                                  std::int32_t lane) {
   const SpeculationConfig& speculation = context.speculation;
-  const bool drafts = speculation.num_steps > 0;
   LaneStatus status = status_of(context, lane);
-  if (status == LaneStatus::kLive && drafts && !grow_grid(context, params, lane)) {
+  if (status == LaneStatus::kLive && !grow_grid(context, params, lane)) {
     status = LaneStatus::kBadIndex;
     context.lanes.status[lane] = static_cast<std::int32_t>(status);
   }
@@ -115,7 +114,7 @@ constexpr LaneStatus select_lane(const EngineContext& context, const DraftBatch&
   }
   const std::int64_t slot = batch.req_pool_indices[lane];
   if (slot <= 0 || slot >= context.limits.num_slots) return status;
-  const int count = status == LaneStatus::kLive && drafts ? speculation.num_draft_tokens - 1 : 0;
+  const int count = status == LaneStatus::kLive ? speculation.num_draft_tokens - 1 : 0;
   if (count > 0) write_result(context, lane, slot, count);
   context.results.num_nodes[slot] = count;
   context.results.drafted_for[slot] = context.lanes.new_len[lane];

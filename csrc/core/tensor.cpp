@@ -34,6 +34,7 @@ std::int64_t TensorView::numel() const noexcept {
 }
 
 bool TensorView::contiguous() const noexcept {
+  if (numel() == 0) return true;
   std::int64_t expected = 1;
   for (auto i = static_cast<std::size_t>(rank); i-- > 0;) {
     if (shape[i] != 1 && stride[i] != expected) return false;
@@ -44,14 +45,15 @@ bool TensorView::contiguous() const noexcept {
 
 void TensorView::expect(const char* field, Device where, std::initializer_list<DType> types,
                         std::initializer_list<std::int64_t> sizes) const {
-  const std::string actual = data == nullptr ? "nothing" : describe(*this);
+  const bool present = static_cast<bool>(*this);
+  const std::string actual = present ? describe(*this) : "nothing";
   const bool typed = std::find(types.begin(), types.end(), dtype) != types.end();
   bool sized = static_cast<std::size_t>(rank) == sizes.size();
   for (std::size_t i = 0; sized && i < sizes.size(); ++i) {
     const std::int64_t wanted = sizes.begin()[i];
     sized = wanted == kAnySize || wanted == shape[i];
   }
-  if (data != nullptr && typed && sized && device == where && contiguous()) return;
+  if (present && typed && sized && device == where && contiguous()) return;
   std::string names;
   for (const DType type : types) names += concat(names.empty() ? "" : " or ", name_of(type));
   fail(ErrorCode::kShape, field, ": expected contiguous ", join_sizes(sizes, sizes.size()), ' ', names, " on ",

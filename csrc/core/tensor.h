@@ -33,7 +33,8 @@ struct TensorView {
   std::array<std::int64_t, kMaxRank> shape{};
   std::array<std::int64_t, kMaxRank> stride{};  // in elements
 
-  [[nodiscard]] explicit operator bool() const noexcept { return data != nullptr; }
+  // Whether there is a tensor; an empty one has no memory to point to.
+  [[nodiscard]] explicit operator bool() const noexcept { return data != nullptr || (rank > 0 && numel() == 0); }
   [[nodiscard]] std::int64_t numel() const noexcept;
   [[nodiscard]] bool contiguous() const noexcept;
 

@@ -15,18 +15,23 @@ struct TreeSource {
   std::int32_t num_slots = 0;
   std::int32_t num_drafted = 0;  // N - 1 that was drafted with: the stride of the results
   std::int32_t vocab_size = 0;
+  std::int32_t num_steps = kMaxSteps;  // K: no node is deeper
 };
 
-// Nodes of the slot's draft that a verifier at `seq_len` may use, at most `most`; 0 unless every id and parent is in range.
+// Nodes of the slot's draft that a verifier at `seq_len` may use, at most `most`; 0 unless every id and parent is in range and no
+// path is longer than K, for which verifiers have room.
 [[nodiscard]] constexpr int usable_nodes(const TreeSource& source, std::int64_t slot, std::int64_t seq_len, int most) {
   if (slot <= 0 || slot >= source.num_slots || source.results.drafted_for[slot] != seq_len) return 0;
   const int count = source.results.num_nodes[slot];
   if (count < 0 || count > source.num_drafted) return 0;
   const int used = count < most ? count : most;
+  std::int32_t depth[kMaxDraftTokens] = {};
   for (int i = 0; i < used; ++i) {
     const std::int64_t token = source.results.draft_tokens[slot * source.num_drafted + i];
     const std::int32_t parent = source.results.parents[slot * source.num_drafted + i];
     if (token < 0 || token >= source.vocab_size || parent < 0 || parent > i) return 0;
+    depth[i + 1] = depth[parent] + 1;
+    if (depth[i + 1] > source.num_steps) return 0;
   }
   return used;
 }

@@ -1,5 +1,6 @@
 #include "cpu/backend.h"
 
+#include "core/error.h"
 #include "core/select.h"
 #include "core/tree.h"
 #include "cpu/factory.h"
@@ -11,6 +12,21 @@ std::unique_ptr<Backend> make_cpu_backend() { return std::make_unique<cpu::CpuBa
 }  // namespace eaglex
 
 namespace eaglex::cpu {
+namespace {
+
+// Lengths lie in host memory here, so what kFull needs can be known before the first byte is written.
+void check_full_mask(const VerifyBatch& batch) {
+  constexpr std::int64_t kLongest = 1 << 30;
+  std::int64_t needed = 0;
+  for (std::int32_t lane = 0; lane < batch.batch; ++lane) {
+    expect_range("seq_lens", batch.seq_lens[lane], 0, kLongest);
+    needed += batch.num_draft_tokens * (batch.seq_lens[lane] + batch.num_draft_tokens);
+  }
+  expect(batch.mask_size >= needed, ErrorCode::kShape, "mask", concat("at least ", needed, " elements for these seq_lens"),
+         batch.mask_size);
+}
+
+}  // namespace
 
 void* CpuBackend::allocate(std::size_t bytes) {
   constexpr std::size_t kAlignment = 256;
@@ -61,7 +77,8 @@ void CpuBackend::select(const SelectParams& params) {
 
 void CpuBackend::tree(const VerifyBatch& batch, Stream /*stream*/) {
   const TreeSource source{context_.results, context_.limits.num_slots, context_.speculation.num_draft_tokens - 1,
-                          context_.config.vocab_size};
+                          context_.config.vocab_size, context_.speculation.num_steps};
+  if (batch.mask_mode == MaskMode::kFull) check_full_mask(batch);
   for (std::int32_t lane = 0; lane < batch.batch; ++lane) tree_lane(source, batch, lane);
 }
 

@@ -120,7 +120,7 @@ void CpuBackend::qkv(const QkvParams& params) {
     const RowPlace& place = live.places[at];
     const Index slot = scratch ? static_cast<Index>(place.lane) * context_.speculation.num_scratch_nodes() +
                                      (params.rows.step - 1) * width + live.rows[at] % width
-                               : kv_slot(context_.kv, batch_.req_pool_indices[place.lane], place.position);
+                               : write_slot(context_, batch_, place.lane, place.source, place.position);
     for (int head = 0; head < config.num_kv_heads; ++head) {
       rotate(k.data() + i * kv_size + static_cast<Index>(head) * config.head_dim, place.position, params.inv_freq,
              config.rotary_dim, config.rope_factor);

@@ -84,6 +84,7 @@ DraftBatch BatchTensors::check(const DraftConfig& config, const SpeculationConfi
   block.draft_from = draft_from.as<const std::uint8_t>();
   block.req_pool_indices = ids(req_pool_indices, "req_pool_indices", device, batch);
   block.seq_lens = ids(seq_lens, "seq_lens", device, batch);
+  if (out_cache_loc) block.out_cache_loc = ids(out_cache_loc, "out_cache_loc", device, block.num_rows);
   if (speculation.sampling == Sampling::kRejection) {
     temperatures.expect("temperatures", device, {DType::kF32}, {batch});
     uniforms.expect("uniforms", device, {DType::kF32}, {batch, speculation.num_steps});
@@ -132,6 +133,7 @@ VerifyBatch VerifyTensors::check(const EngineLimits& limits, Device device) cons
   block.retrieve_next_token = retrieve_next_token.as<std::int64_t>();
   block.retrieve_next_sibling = retrieve_next_sibling.as<std::int64_t>();
   block.mask = mask.as<std::uint8_t>();
+  block.mask_size = mask.numel();
   return block;
 }
 

@@ -35,6 +35,7 @@ struct BatchTensors {
   TensorView draft_from;         // [B] bool
   TensorView req_pool_indices;   // [B]
   TensorView seq_lens;           // [B]
+  TensorView out_cache_loc;      // [rows] or empty
   TensorView temperatures;       // [B] float32 or empty
   TensorView uniforms;           // [B, K] float32 or empty
 

@@ -1,4 +1,6 @@
-"""How clear the reference's decisions were: a draft whose decisive gap is below the rounding of float32 cannot be compared."""
+"""How clear the reference's decisions were: a draft whose decisive gap is below the rounding of float32 cannot be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ class Margin:
 def recorded() -> Iterator[Margin]:
     """Within: every ranking, every cut of the re-ranking and every draw of the reference narrows the margin.
 
-    A step's top-k and the frontier need their order, so all gaps down to the first loser count. `select` keeps a set, so only the
-    gap between the last kept and the first dropped counts. A draw hangs on the distance from the uniform to the nearest edge.
+    A step's top-k and the frontier need their order, so all gaps down to the first loser count. `select` keeps a
+    set, so only the
+    gap between the last kept and the first dropped counts. A draw hangs on the distance from the uniform to the
+    nearest edge.
     """
     margin = Margin()
     top_k, select, inverse_cdf = reference.top_k, reference.select, reference.inverse_cdf

@@ -1,4 +1,6 @@
-"""Random draft models: configurations and speculation settings from hypothesis, weights of a scale that keeps logits apart."""
+"""Random draft models: configurations and speculation settings from hypothesis, weights of a scale that keeps logits
+apart.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,25 @@ ROPES = {
     "default": RopeConfig(theta=10000.0),
     "linear": RopeConfig(theta=5000.0, scaling=RopeScaling.LINEAR, factor=4.0),
     "llama3": RopeConfig(
-        theta=500.0, scaling=RopeScaling.LLAMA3, factor=8.0, original_max_position_embeddings=32,
-        low_freq_factor=1.0, high_freq_factor=4.0),
+        theta=500.0,
+        scaling=RopeScaling.LLAMA3,
+        factor=8.0,
+        original_max_position_embeddings=32,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
     "yarn": RopeConfig(theta=1000.0, scaling=RopeScaling.YARN, factor=4.0, original_max_position_embeddings=32),
     "yarn, mscale": RopeConfig(
-        theta=1000.0, scaling=RopeScaling.YARN, factor=8.0, original_max_position_embeddings=64, mscale=0.8,
-        mscale_all_dim=0.5, beta_fast=16.0, beta_slow=2.0, truncate=False),
+        theta=1000.0,
+        scaling=RopeScaling.YARN,
+        factor=8.0,
+        original_max_position_embeddings=64,
+        mscale=0.8,
+        mscale_all_dim=0.5,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        truncate=False,
+    ),
 }
 
 
@@ -39,10 +54,20 @@ GAINS = {"lm_head": 2.0, "o_proj": 0.5, "down_proj": 0.5}
 
 
 def make_config(**changes: object) -> DraftConfig:
-    """A small GQA draft with a reduced vocabulary and a hidden size other than the target's; any field may be changed."""
+    """A small GQA draft with a reduced vocabulary and a hidden size other than the target's; any field may be
+    changed.
+    """
     values: dict[str, object] = {
-        "hidden_size": 24, "target_hidden_size": 16, "intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "vocab_size": 60, "draft_vocab_size": 45, "max_positions": 128}
+        "hidden_size": 24,
+        "target_hidden_size": 16,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 60,
+        "draft_vocab_size": 45,
+        "max_positions": 128,
+    }
     return DraftConfig(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -113,11 +138,18 @@ def assemble(tensors: dict[str, Tensor], config: DraftConfig, d2t: Tensor | None
     names = [field.name for field in dataclasses.fields(LayerWeights)]
     layers = [
         LayerWeights(**{name: tensors.get(f"layers.{i}.{name}") for name in names})  # type: ignore[arg-type]
-        for i in range(config.num_layers)]
+        for i in range(config.num_layers)
+    ]
     norms = [tensors[name] for name in sorted(tensors) if name.startswith("aux_norms.")]
     return DraftWeights(
-        embed_tokens=tensors["embed_tokens"], fc=tensors["fc"], aux_norms=norms, layers=layers, norm=tensors["norm"],
-        lm_head=tensors["lm_head"], d2t=d2t)
+        embed_tokens=tensors["embed_tokens"],
+        fc=tensors["fc"],
+        aux_norms=norms,
+        layers=layers,
+        norm=tensors["norm"],
+        lm_head=tensors["lm_head"],
+        d2t=d2t,
+    )
 
 
 def widened(weights: DraftWeights, config: DraftConfig, dtype: torch.dtype = torch.float64) -> DraftWeights:

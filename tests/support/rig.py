@@ -79,10 +79,19 @@ def worst(left: reference.Draft, right: reference.Draft) -> float:
 
 
 class Rig:
-    """One engine on the CPU over a KV pool full of NaN, in pages dealt at random, and one float64 reference per request."""
+    """One engine on the CPU over a KV pool full of NaN, in pages dealt at random, and one float64 reference per
+    request.
+    """
 
-    def __init__(self, config: DraftConfig, speculation: SpeculationConfig, *, layout: Layout | None = None,
-                 weights: DraftWeights | None = None, share: Rig | None = None) -> None:
+    def __init__(
+        self,
+        config: DraftConfig,
+        speculation: SpeculationConfig,
+        *,
+        layout: Layout | None = None,
+        weights: DraftWeights | None = None,
+        share: Rig | None = None,
+    ) -> None:
         self.config, self.speculation = config, speculation
         self.layout = layout or (share.layout if share else Layout())
         self.weights = weights or (share.weights if share else random_weights(config))
@@ -104,17 +113,26 @@ class Rig:
         self.table = places.view(layout.num_slots, -1)[:, :context].int().contiguous()
         shape = ((layout.num_slots * per_slot + 3) * page, self.config.num_kv_heads, self.config.head_dim)
         self.draft_k, self.draft_v = (
-            [torch.full(shape, math.nan, dtype=layout.kv_dtype) for _ in range(self.config.num_layers)] for _ in range(2))
+            [torch.full(shape, math.nan, dtype=layout.kv_dtype) for _ in range(self.config.num_layers)]
+            for _ in range(2)
+        )
 
     @property
     def limits(self) -> EngineLimits:
         return EngineLimits(
-            max_batch=self.layout.max_batch, max_rows=self.layout.max_rows, num_slots=self.layout.num_slots)
+            max_batch=self.layout.max_batch, max_rows=self.layout.max_rows, num_slots=self.layout.num_slots
+        )
 
     def build(self) -> DraftEngine:
         return DraftEngine(
-            self.config, self.speculation, limits=self.limits, weights=self.weights, req_to_token=self.table,
-            draft_k=self.draft_k, draft_v=self.draft_v)
+            self.config,
+            self.speculation,
+            limits=self.limits,
+            weights=self.weights,
+            req_to_token=self.table,
+            draft_k=self.draft_k,
+            draft_v=self.draft_v,
+        )
 
     @property
     def results(self) -> DraftResults:
@@ -133,7 +151,7 @@ class Rig:
         ids = torch.randint(0, self.config.vocab_size, (ask.rows,), generator=generator)
         aux = (aux if ask.aux is None else ask.aux).to(self.layout.aux_dtype).clone()
         ids = (ids if ask.ids is None else ask.ids).clone()
-        aux[ask.count:], ids[ask.count:] = math.nan, 2**30
+        aux[ask.count :], ids[ask.count :] = math.nan, 2**30
         return aux, ids
 
     def batch(self, asks: list[Ask | None]) -> DraftBatch:
@@ -157,12 +175,16 @@ class Rig:
         wide[:, :width] = torch.cat(aux)
         sampled = self.speculation.sampling is Sampling.REJECTION
         return DraftBatch(
-            aux_hidden_states=wide[:, :width], input_ids=torch.cat(ids).to(self.layout.id_dtype),
-            row_start=torch.tensor([0, *counts]).cumsum(0).int(), num_valid=torch.tensor(valid, dtype=torch.int32),
-            draft_from=torch.tensor(live), req_pool_indices=torch.tensor(slots, dtype=self.layout.id_dtype),
+            aux_hidden_states=wide[:, :width],
+            input_ids=torch.cat(ids).to(self.layout.id_dtype),
+            row_start=torch.tensor([0, *counts]).cumsum(0).int(),
+            num_valid=torch.tensor(valid, dtype=torch.int32),
+            draft_from=torch.tensor(live),
+            req_pool_indices=torch.tensor(slots, dtype=self.layout.id_dtype),
             seq_lens=torch.tensor(lens, dtype=self.layout.id_dtype),
             temperatures=torch.tensor(heat) if sampled else None,
-            uniforms=torch.stack([self.uniforms(ask) for ask in asks]) if sampled else None)
+            uniforms=torch.stack([self.uniforms(ask) for ask in asks]) if sampled else None,
+        )
 
     def uniforms(self, ask: Ask | None) -> Tensor:
         if ask is None:
@@ -186,11 +208,13 @@ class Rig:
         def draft(weights: DraftWeights, cache: reference.DraftCache) -> reference.Draft:
             with kv_rounded_to(self.layout.kv_dtype):
                 logits, hidden = reference.extend(
-                    self.config, weights, cache, aux[: ask.count].to(weights.fc.dtype), ids[: ask.count])
+                    self.config, weights, cache, aux[: ask.count].to(weights.fc.dtype), ids[: ask.count]
+                )
                 if not ask.draft_from:
                     return reference.Draft.none()
                 return reference.draft(
-                    self.config, weights, cache, logits, hidden, self.speculation, ask.temperature, uniforms)
+                    self.config, weights, cache, logits, hidden, self.speculation, ask.temperature, uniforms
+                )
 
         def again(weights: DraftWeights) -> reference.Draft:
             dtype = weights.fc.dtype
@@ -205,10 +229,13 @@ class Rig:
         """What the engine holds for a slot, as the reference would say it."""
         n = int(self.results.num_nodes[slot])
         return reference.Draft(
-            self.results.draft_tokens[slot, :n], self.results.parents[slot, :n].long(), self.results.scores[slot, :n])
+            self.results.draft_tokens[slot, :n], self.results.parents[slot, :n].long(), self.results.scores[slot, :n]
+        )
 
     def compare(self, outcomes: list[Outcome], *, scores: float = 1e-5, clear: float = CLEAR) -> int:
-        """Engine against reference, exactly in ids and structure; returns how many drafts were clear enough to compare."""
+        """Engine against reference, exactly in ids and structure; returns how many drafts were clear enough
+        to compare.
+        """
         compared = 0
         for outcome in outcomes:
             slot = outcome.slot
@@ -228,7 +255,7 @@ class Rig:
         """The pool holds the K and V of the live requests' positions, NaN wherever nobody wrote."""
         untouched = torch.ones(len(self.draft_k[0]), dtype=torch.bool)
         for request in self.requests.values():
-            at = self.table[request.slot, request.cache.start: request.length].long()
+            at = self.table[request.slot, request.cache.start : request.length].long()
             untouched[at] = False
             for layer in range(self.config.num_layers):
                 for pool, cache in ((self.draft_k, request.cache.k), (self.draft_v, request.cache.v)):

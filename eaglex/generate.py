@@ -1,0 +1,360 @@
+"""`eaglex generate`: EAGLE-3 speculation end to end on real text, with figures and a proof of losslessness."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eaglex.config import Sampling, SpeculationConfig
+from eaglex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eaglex.hosts.pair import Pair
+    from eaglex.hosts.transformers import GenerateOptions, Output, TransformersHost
+
+PAIR = Path(__file__).resolve().parent.parent / "models" / "tiny"
+PROMPT = '''"""Read and write configuration files.
+
+A configuration file consists of sections, each led by a [section] header.
+"""
+
+import os
+import re
+
+
+class Parser:
+'''
+# A tree that is asked for by its width alone verifies this many nodes.
+TREE_TOKENS = 16
+WARM_UP_PROMPT, WARM_UP_TOKENS = 16, 8
+STDIN_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One finished run. `lossless` is None where nothing was compared; `difference` says what differs."""
+
+    prompt: str
+    prompt_tokens: int
+    text: str
+    output: Output
+    plain_tokens_per_second: float | None
+    lossless: bool | None
+    difference: str | None
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    from eaglex.cli import _ids
+
+    add = parser.add_argument
+    add("--target", metavar="PATH", help="target model: folder or Hub id (default: the repository's models/tiny)")
+    add("--draft", metavar="PATH", help="its EAGLE-3 draft: folder or Hub id")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue (default: standard input if it is piped, else a built-in text)",
+    )
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue; - is standard input")
+    add("--num-steps", type=int, default=5, metavar="K", help="depth of a draft (default 5)")
+    add("--topk", type=int, default=1, metavar="k", help="branches per step; 1 is a chain (default 1)")
+    add(
+        "--num-draft-tokens", type=int, metavar="N",
+        help=f"nodes that the target verifies, root included (default K + 1; with branches up to {TREE_TOKENS})",
+    )  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default 0)")
+    add(
+        "--sampling", choices=("target-only", "rejection"), default="target-only",
+        help="how sampled drafts are verified; rejection needs a chain (default target-only)",
+    )  # fmt: skip
+    add("--seed", type=int, default=0, help="of the random numbers (default 0)")
+    add("--max-new-tokens", type=int, default=128, metavar="M", help="default 128")
+    add("--aux-layer-ids", type=_ids, metavar="I,J,K", help="use these layers instead of those of the draft's config")
+    add("--convention", choices=("output", "capture_before"), help="how layer ids are written")
+    add("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if this build can use it)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32 on a CPU, bfloat16 on a GPU")
+    add("--check", action="store_true", help="fail unless transformers' own greedy generate gives the same tokens")
+    add("--no-baseline", action="store_true", help="do not time the target alone")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate and report; 1 where --check finds a difference. Raises EaglexError before a model is loaded."""
+    speculation = _speculation(arguments)
+    # Read when torch loads. Two models take turns on the same cores, and threads that spin between their turns, the
+    # default, are in the way: on 2 busy cores a verification took 1.4 s instead of 0.1 s.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from eaglex.aux_layers import AuxConvention
+    from eaglex.hosts.pair import DTYPES, Pair, PairSource, choose_device
+    from eaglex.hosts.transformers import GenerateOptions
+
+    chosen = GenerateOptions(
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
+    )
+    chosen.check(speculation)
+    if arguments.check and chosen.temperature > 0:
+        raise ConfigError(
+            f"check: expected temperature 0, since two samples of one distribution differ, got {chosen.temperature}"
+        )
+    device = choose_device(arguments.device)
+    dtype = DTYPES[arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    text = _prompt(arguments)
+    target, draft = _paths(arguments)
+    convention = AuxConvention(arguments.convention) if arguments.convention else None
+    pair = Pair(PairSource(target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention))
+    ids = pair.encode(text)
+    length = min(pair.context, len(ids) + chosen.max_new_tokens)
+    host = pair.load(speculation, max_length=length, device=device, dtype=dtype)
+    done = _generate(arguments, host, pair, text, ids, chosen)
+    if arguments.json:
+        print(json.dumps(_as_json(arguments, done, host)))
+    else:
+        print(_report(done, speculation))
+    for warning in done.output.warnings:
+        print(f"eaglex: warning: {warning}", file=sys.stderr)
+    if done.lossless is False:
+        print(f"eaglex: {'error' if arguments.check else 'warning'}: {done.difference}", file=sys.stderr)
+    return 1 if arguments.check and not done.lossless else 0
+
+
+def _generate(
+    arguments: argparse.Namespace,
+    host: TransformersHost,
+    pair: Pair,
+    text: str,
+    ids: list[int],
+    chosen: GenerateOptions,
+) -> Run:
+    from eaglex.hosts import plain
+    from eaglex.hosts.progress import bar
+
+    _warm_up(host, ids, chosen)
+    write: Callable[[str], object] = (lambda piece: None) if arguments.json else _write
+    write(text)
+    stream = TextStream(pair.tokenizer, ids, write)
+    with _warnings_held(), bar(len(ids), "prompt") as prompt_bar:
+        output = host.generate(
+            [ids],
+            chosen,
+            on_tokens=lambda _, tokens: stream.put(tokens),
+            on_prompt=lambda _, tokens: prompt_bar.update(len(tokens)),
+        )
+    stream.end()
+    tokens = output.tokens[0]
+    rate, lossless, difference = None, None, None
+    if not arguments.no_baseline:
+        with bar(len(tokens), "target alone") as plain_bar:
+            alone = plain.decode(host.target, ids, count=len(tokens), options=chosen, on_token=plain_bar.update)
+        rate = alone.tokens_per_second
+        if chosen.temperature == 0:
+            lossless, difference = _compare(host, ids, tokens, alone.tokens, "the target alone")
+    if arguments.check and lossless is not False:
+        count = min(chosen.max_new_tokens, host.context - len(ids))
+        expected = plain.generate(host.target, ids, count=count, eos=host.target.eos_token_ids)
+        lossless, difference = _compare(host, ids, tokens, expected, "transformers' generate")
+    return Run(
+        prompt=text, prompt_tokens=len(ids), text=stream.text, output=output, plain_tokens_per_second=rate,
+        lossless=lossless, difference=difference,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _warnings_held() -> Iterator[None]:
+    """The host logs its warnings at once, into the middle of the text; here they come at the end."""
+    log = logging.getLogger("eaglex.hosts.transformers")
+
+    def drop(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)
+
+
+def _warm_up(host: TransformersHost, ids: list[int], chosen: GenerateOptions) -> None:
+    """Threads, allocators and kernels start lazily; the figures are to show neither side's first calls."""
+    from eaglex.hosts import plain
+
+    few = dataclasses.replace(chosen, max_new_tokens=min(WARM_UP_TOKENS, chosen.max_new_tokens))
+    host.generate([ids[:WARM_UP_PROMPT]], few)
+    plain.decode(host.target, ids[:WARM_UP_PROMPT], count=few.max_new_tokens, options=few)
+
+
+def _compare(
+    host: TransformersHost, prompt: list[int], tokens: list[int], expected: list[int], whose: str
+) -> tuple[bool, str | None]:
+    from eaglex.hosts import plain
+
+    if tokens == expected:
+        return True, None
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
+    margin = plain.margin(host.target, prompt + expected[:first])
+    hint = "" if _dtype(host) == "float32" else f"; {_dtype(host)} rounds near ties apart, compare in --dtype float32"
+    return False, (
+        f"not lossless: token {first}: expected {expected[first : first + 1]} as from {whose}, "
+        f"got {tokens[first : first + 1]}; the target's two best logits are {margin:.2g} apart there{hint}"
+    )
+
+
+class TextStream:
+    """Writes tokens as text while they come; a character whose bytes are not all there yet waits."""
+
+    # Tokenizers drop a space in front of a text's first token; behind some tokens of the prompt it is not the first.
+    CONTEXT = 4
+
+    def __init__(self, tokenizer: Any, prompt: list[int], write: Callable[[str], object]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._tokens = prompt[-self.CONTEXT :]
+        self._before = len(self._decoded())
+        self._written = 0
+
+    @property
+    def text(self) -> str:
+        """All that came, special tokens left out."""
+        return self._decoded()[self._before :]
+
+    def put(self, tokens: list[int]) -> None:
+        """Take these tokens in and write what is complete."""
+        self._tokens = self._tokens + tokens
+        self._advance(self.text.rstrip("\ufffd"))
+
+    def end(self) -> None:
+        """Write the rest."""
+        self._advance(self.text)
+        self._write("\n")
+
+    def _advance(self, text: str) -> None:
+        self._write(text[self._written :])
+        self._written = max(self._written, len(text))
+
+    def _decoded(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _speculation(arguments: argparse.Namespace) -> SpeculationConfig:
+    rejection = arguments.sampling == "rejection"
+    narrow = SpeculationConfig(
+        num_steps=arguments.num_steps,
+        topk=arguments.topk,
+        num_draft_tokens=arguments.num_steps + 1,
+        sampling=Sampling.REJECTION if rejection else Sampling.GREEDY,
+    )
+    count = arguments.num_draft_tokens
+    if count is None:
+        wide = max(TREE_TOKENS, narrow.num_draft_tokens)
+        count = narrow.num_draft_tokens if narrow.topk == 1 else min(narrow.num_candidates + 1, wide)
+    if count < 1:  # 0 is SpeculationConfig's word for the default
+        raise ConfigError(f"num_draft_tokens: expected >= num_steps + 1 = {narrow.num_steps + 1}, got {count}")
+    return dataclasses.replace(narrow, num_draft_tokens=count)
+
+
+def _paths(arguments: argparse.Namespace) -> tuple[str, str]:
+    target, draft = arguments.target, arguments.draft
+    if (target is None) != (draft is None):
+        raise ConfigError(f"--target and --draft: expected both or neither, got target={target}, draft={draft}")
+    if target is not None:
+        return target, draft
+    if not all((PAIR / part / "config.json").exists() for part in ("target", "draft")):
+        raise ConfigError(
+            f"--target and --draft: expected both where the repository's pair is not at {PAIR}, got neither"
+        )
+    return str(PAIR / "target"), str(PAIR / "draft")
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    if arguments.prompt_file is None:
+        return _piped() or PROMPT
+    try:
+        return (
+            sys.stdin.read()
+            if arguments.prompt_file == "-"
+            else Path(arguments.prompt_file).read_text(encoding="utf-8")
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        file = arguments.prompt_file
+        raise ConfigError(f"--prompt-file: expected a readable file in UTF-8, got {file}: {error}") from error
+
+
+def _piped() -> str:
+    """What stands ready on standard input; a pipe that nobody writes to is not waited for."""
+    try:
+        if sys.stdin.isatty() or not select.select([sys.stdin], [], [], STDIN_SECONDS)[0]:
+            return ""
+        return sys.stdin.read()
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
+        return ""
+
+
+def _dtype(host: TransformersHost) -> str:
+    return str(host.target.dtype).removeprefix("torch.")
+
+
+def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -> dict[str, Any]:
+    output, statistics, speculation = done.output, done.output.statistics, host.speculation
+    return {
+        "text": done.text,
+        "accept_length": statistics.accept_length,
+        "acceptance_per_position": statistics.acceptance_per_position,
+        "tokens_per_second": output.tokens_per_second,
+        "tokens_per_second_without": done.plain_tokens_per_second,
+        "phases_us": output.cycle_us,
+        "prompt_us": output.prompt_us,
+        "lossless": done.lossless,
+        "tokens": output.tokens[0],
+        "finish": output.finish[0].value,
+        "cycles": statistics.cycles,
+        "lanes": output.lanes,
+        "warnings": output.warnings,
+        "prompt": done.prompt,
+        "prompt_tokens": done.prompt_tokens,
+        "target": host.target.facts.name,
+        "device": str(host.target.device),
+        "dtype": _dtype(host),
+        "num_steps": speculation.num_steps,
+        "topk": speculation.topk,
+        "num_draft_tokens": speculation.num_draft_tokens,
+        "temperature": arguments.temperature,
+        "sampling": arguments.sampling,
+        "seed": arguments.seed,
+    }
+
+
+def _report(done: Run, speculation: SpeculationConfig) -> str:
+    output, statistics = done.output, done.output.statistics
+    acceptance = " ".join(f"{share:.2f}" for share in statistics.acceptance_per_position) or "nothing drafted"
+    rate, alone = output.tokens_per_second, done.plain_tokens_per_second
+    without = f", {alone:.1f} without ({rate / alone:.2f} x)" if alone else ""
+    cycle = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in output.cycle_us.items())
+    prompt = ", ".join(f"{name} {us / 1e3:.1f}" for name, us in output.prompt_us.items())
+    verdict = {True: "yes: every token is the target's own choice", False: "NO", None: "not compared"}[done.lossless]
+    shape = f"K={speculation.num_steps} topk={speculation.topk} N={speculation.num_draft_tokens}"
+    lines = {
+        "accept length": f"{statistics.accept_length:.2f} (bonus token counted; {shape}, {statistics.cycles} cycles)",
+        "acceptance": f"{acceptance} (by position)",
+        "tokens per second": f"{rate:.1f} with speculation{without}",
+        "ms per cycle": f"{sum(output.cycle_us.values()) / 1e3:.2f}: {cycle}",
+        "ms for the prompt": f"{sum(output.prompt_us.values()) / 1e3:.1f}: {prompt} ({done.prompt_tokens} tokens)",
+        "lossless": f"{verdict} ({len(output.tokens[0])} tokens, ended by {output.finish[0].value})",
+    }
+    return "\n".join(["", *(f"{name:<18} {value}" for name, value in lines.items())])

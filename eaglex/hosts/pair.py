@@ -1,0 +1,108 @@
+"""A target and its draft from two folders or Hub ids, checked by their configs before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eaglex import checkpoint
+from eaglex.aux_layers import AuxConvention
+from eaglex.config import SpeculationConfig
+from eaglex.engine import _extension
+from eaglex.errors import ConfigError, DeviceError
+from eaglex.hosts import hf_target
+from eaglex.hosts.hf_target import HookedTarget, TargetFacts
+from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairSource:
+    """Where a pair is and how its auxiliary layers are read; None takes what the draft's config says."""
+
+    target: str
+    draft: str
+    aux_layer_ids: Sequence[int] | None = None
+    convention: AuxConvention | None = None
+
+
+class Pair:
+    """A pair whose configs fit. `load` reads the weights. Raises ConfigError and CheckpointError."""
+
+    def __init__(self, source: PairSource) -> None:
+        self.source = source
+        self.target: TargetFacts = hf_target.read_facts(source.target)
+        self.draft = self._examine()
+        self.tokenizer: Any = hf_target.load_tokenizer(source.target)
+
+    @property
+    def context(self) -> int:
+        """Positions that both models have."""
+        return min(self.draft.config.max_positions, self.target.max_positions or self.draft.config.max_positions)
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Output ids of the target's auxiliary layers."""
+        assert self.draft.aux.output_ids is not None
+        return self.draft.aux.output_ids
+
+    def encode(self, text: str) -> list[int]:
+        """The prompt's token ids, special tokens included. Raises ConfigError for an empty or too long one."""
+        if not text:
+            raise ConfigError("prompt: expected a text, got an empty one")
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        check_prompt(ids, context=self.context, vocab_size=self.target.vocab_size)
+        return ids
+
+    def load(
+        self, speculation: SpeculationConfig, *, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> TransformersHost:
+        """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens."""
+        speculation.check(self.draft.config)
+        loaded = checkpoint.load(
+            self.source.draft,
+            target=self.source.target,
+            aux_layer_ids=self.source.aux_layer_ids,
+            convention=self.source.convention,
+            dtype=dtype,
+        )
+        model = hf_target.load_model(self.source.target, dtype=dtype, device=device)
+        return TransformersHost(
+            HookedTarget(model, self.aux_layer_ids, self.source.target),
+            loaded.config,
+            loaded.weights,
+            aux_layer_ids=self.aux_layer_ids,
+            speculation=speculation,
+            limits=HostLimits(max_length=max_length),
+        )
+
+    def _examine(self) -> checkpoint.Facts:
+        source = self.source
+        facts = checkpoint.examine(
+            source.draft, target=source.target, aux_layer_ids=source.aux_layer_ids, convention=source.convention
+        )
+        assert facts.aux.output_ids is not None
+        self.target.check_draft(facts.config, facts.aux.output_ids)
+        return facts
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The named device, by default a GPU if this build can use one. Raises ConfigError, DeviceError."""
+    built = bool(_extension().build_info()["cuda"])
+    if name is None:
+        return torch.device("cuda" if built and torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {name}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {name}")
+    if device.type == "cuda" and not built:
+        raise DeviceError(f"device: expected cpu, since this build of eaglex has no CUDA backend, got {name}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"device: expected one of {torch.cuda.device_count()} GPUs, got {name}")
+    return device

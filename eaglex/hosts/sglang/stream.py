@@ -1,0 +1,84 @@
+"""The draft's stream: forked where verification ends, joined before the next forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Work:
+    """One draft: what to run on the stream, and all that it reads.
+
+    `ready` is recorded on the host's stream where the inputs are complete. `inputs` are kept alive until the draft has
+    run: some were allocated on other streams of the host, whose allocator would hand their memory out again.
+    """
+
+    run: Callable[[], None]
+    ready: torch.cuda.Event
+    inputs: Any
+
+
+@dataclass
+class Fence:
+    """What the host's scheduler waits for before it writes buffers that a forward reads (its WAR barrier).
+
+    It takes the event and puts None in its place. The attribute's name changed with the host's version.
+    """
+
+    war_fastpath_read_done_event: torch.cuda.Event | None = None
+    shared_read_done_event: torch.cuda.Event | None = None
+
+    def publish(self, event: torch.cuda.Event) -> None:
+        self.war_fastpath_read_done_event = event
+        self.shared_read_done_event = event
+
+
+class DraftStream:
+    """Runs one draft at a time beside the host's streams.
+
+    The priority is high for two reasons: the draft is what the next cycle waits for, and the host takes its streams
+    from the pool of priority 0, which hands the same 32 streams out in turn, so a stream of that pool could be the
+    host's copy stream as well, and its result copy would wait for the draft.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.stream = torch.cuda.Stream(device=device, priority=-1)  # type: ignore[no-untyped-call]
+        self.pending: Work | None = None
+        self.running: deque[tuple[torch.cuda.Event, Work]] = deque()
+
+    def fork(self, work: Work) -> None:
+        """Take a draft; `launch` runs it. At most one waits, because every forward begins with `join`."""
+        if self.pending is not None:
+            raise RuntimeError("a draft is waiting: join() comes before the next fork()")
+        self.pending = work
+
+    def launch(self) -> None:
+        """Enqueue the draft that waits, if one does, behind `ready`."""
+        if self.pending is None:
+            return
+        work, self.pending = self.pending, None
+        while self.running and self.running[0][0].query():  # type: ignore[no-untyped-call]
+            self.running.popleft()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(work.ready)
+            work.run()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self.stream)
+        self.running.append((done, work))
+
+    def join(self) -> None:
+        """Make the current stream wait for the last draft; one that waits is enqueued first."""
+        self.launch()
+        if self.running:
+            torch.cuda.current_stream().wait_event(self.running[-1][0])
+
+    def drain(self) -> None:
+        """Wait on the CPU until no draft runs: for a flush, a weight update, and before memory is given back."""
+        self.join()
+        self.stream.synchronize()
+        self.running.clear()

@@ -1,0 +1,189 @@
+"""What the worker takes from the host and what the host takes from the worker, read from the host's sources.
+
+0.5.17 is the version that the worker runs on: everything must fit. Of 0.5.23 the tests hold what is known to differ, so
+that opening it is a list to work through, and a further change of the host is seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import package_of
+from host_source import attributes_of, class_def, defined_names, members, methods, module_file, parameters, parse
+
+import eaglex
+from eaglex.hosts.sglang import arguments, compat
+
+OURS = Path(eaglex.__file__).parent / "hosts" / "sglang"
+SPECULATIVE = "sglang.srt.speculative"
+WORKER = parse(OURS / "worker.py")
+DRAFT = parse(OURS / "draft.py")
+
+# Attributes that the host touches only for an algorithm that answers so; EAGLEX answers "no".
+OTHER_ALGORITHMS = {
+    "block_accept_estimate_log_suffix": "is_dspark",
+    "clear_info_records": "is_dspark",
+    "dump_info_records": "is_dspark",
+    "get_confidence_budget_prepare": "needs_confidence_relay",
+    "set_dspark_forced_budget_frac": "is_dspark",
+}
+REFUSED_WITH_IT = {"model_runner"}  # weight export of the draft to a URL: EAGLE3's worker has no such attribute either
+DIFFERS = {  # of the newest version, apart from what the oldest has
+    "EAGLEWorkerV2.__init__": ["self", "server_args", "gpu_id", "nccl_port", "target_worker"],
+    "EAGLEWorkerV2.forward_batch_generation": [
+        "self", "batch", "on_publish=", "grammar_barrier=", "pp_proxy_tensors=",
+    ],
+    "EAGLEWorkerV2.war_fastpath_runner": None,  # now last_shared_read_runner
+    "EAGLEWorkerV2.update_weights_from_tensor": None,  # weight updates ask weight_update_runners
+    "EagleDraftWorker.draft": ["self", "batch", "*", "with_topology="],
+}  # fmt: skip
+
+
+def ours(name: str) -> ast.ClassDef:
+    found = [
+        node for tree in (WORKER, DRAFT) for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return found[0]
+
+
+def host_members(package: Path, *names: tuple[str, str]) -> set[str]:
+    return set().union(*(members(class_def(package, f"{SPECULATIVE}.{module}", name)) for module, name in names))
+
+
+def worker_members(package: Path) -> set[str]:
+    stock = host_members(package, ("eagle_worker_v2", "EAGLEWorkerV2"), ("base_spec_worker", "BaseSpecWorker"))
+    return stock | members(ours("EaglexWorker"))
+
+
+def draft_members(package: Path) -> set[str]:
+    stock = host_members(
+        package, ("eagle_worker_v2", "EagleDraftWorker"), ("base_spec_worker", "EagleDraftWorkerBase")
+    )
+    return stock | members(ours("EaglexDraftWorker"))
+
+
+@pytest.mark.parametrize("name", sorted(compat.SYMBOLS))
+def test_symbols_exist(running_host: Path, name: str) -> None:
+    assert name in defined_names(parse(module_file(running_host, compat.SYMBOLS[name])))
+
+
+def signature_differences(package: Path) -> dict[str, list[str] | None]:
+    """Methods that our classes replace, where the host's takes other parameters (None: it has no such method)."""
+    base = methods(class_def(package, f"{SPECULATIVE}.base_spec_worker", "BaseSpecWorker"))
+    different: dict[str, list[str] | None] = {}
+    for our_name, host_name in (("EaglexWorker", "EAGLEWorkerV2"), ("EaglexDraftWorker", "EagleDraftWorker")):
+        stock = {**base, **methods(class_def(package, f"{SPECULATIVE}.eagle_worker_v2", host_name))}
+        known = set(methods(ours(our_name))) & set(
+            methods(class_def(package_of(compat.RUN_VERSIONS[0]), f"{SPECULATIVE}.eagle_worker_v2", host_name))
+        )
+        for name in known:
+            theirs = parameters(stock[name]) if name in stock else None
+            if theirs != parameters(methods(ours(our_name))[name]):
+                different[f"{host_name}.{name}"] = theirs
+    return different
+
+
+def test_replaced_methods_have_the_hosts_signatures(running_host: Path) -> None:
+    assert signature_differences(running_host) == {}
+
+
+def test_the_newest_version_differs_where_it_is_known_to() -> None:
+    assert signature_differences(package_of(compat.READ_VERSIONS[-1])) == DIFFERS
+
+
+def touched_by_host(package: Path) -> set[str]:
+    """Attributes that the scheduler and its components take from the worker."""
+    managers = package / "srt" / "managers"
+    files = [managers / "scheduler.py", *sorted((managers / "scheduler_components").glob("*.py"))]
+    files.append(package / "srt" / "mem_cache" / "kv_cache_builder.py")
+    touched: set[str] = set()
+    for file in files:
+        tree = parse(file)
+        for base in ("self.draft_worker", "self.model_worker", "draft_worker", "scheduler.draft_worker"):
+            touched |= attributes_of(tree, base)
+        for node in ast.walk(tree):  # getattr(self.draft_worker, "name", ...)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+                name = node.args[1]
+                if ast.unparse(node.args[0]).endswith("draft_worker") and isinstance(name, ast.Constant):
+                    touched |= set() if len(node.args) > 2 else {str(name.value)}
+    return touched
+
+
+def test_the_worker_has_what_the_scheduler_touches(running_host: Path) -> None:
+    touched = touched_by_host(running_host)
+    assert {"forward_batch_generation", "war_fastpath_runner", "clear_cache_pool", "alloc_memory_pool"} <= touched
+    assert touched - worker_members(running_host) - set(OTHER_ALGORITHMS) - REFUSED_WITH_IT == set()
+
+
+def test_what_the_newest_version_touches_beyond_the_oldest() -> None:
+    newest = package_of(compat.READ_VERSIONS[-1])
+    assert touched_by_host(newest) - worker_members(newest) - set(OTHER_ALGORITHMS) - REFUSED_WITH_IT == set()
+
+
+def test_inherited_members_that_our_classes_use_exist(running_host: Path) -> None:
+    assert attributes_of(ours("EaglexDraftWorker"), "self") <= draft_members(running_host)
+    assert attributes_of(ours("EaglexWorker"), "self") <= worker_members(running_host)
+    assert attributes_of(ours("EaglexWorker"), "self._draft_worker") <= draft_members(running_host)
+
+
+FIELDS = {  # variables of ours -> class of the host
+    ("draft", "batch"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
+    ("draft", "step"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
+    ("worker", "batch"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
+    ("worker", "result"): ("sglang.srt.managers.utils", "GenerationBatchResult"),
+    ("worker", "result.logits_output"): ("sglang.srt.layers.logits_processor", "LogitsProcessorOutput"),
+    ("draft", "verify_input"): (f"{SPECULATIVE}.eagle_info", "EagleVerifyInput"),
+    ("draft", "memory_pool_config"): ("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
+    ("draft", "backend"): ("sglang.srt.layers.attention.triton_backend", "TritonMultiStepDraftBackend"),
+}
+
+
+@pytest.mark.parametrize(("place", "owner"), FIELDS.items(), ids=lambda item: ".".join(item))
+def test_fields_that_our_classes_use_exist(running_host: Path, place: tuple[str, str], owner: tuple[str, str]) -> None:
+    module, variable = place
+    used = attributes_of(DRAFT if module == "draft" else WORKER, variable)
+    assert used, f"{module}.py no longer uses {variable}"
+    assert used <= members(class_def(running_host, *owner))
+
+
+def test_draft_input_fields(running_host: Path) -> None:
+    owner = members(class_def(running_host, f"{SPECULATIVE}.eagle_info", "EagleDraftInput"))
+    assert {"bonus_tokens", "topk_p", "topk_index", "num_tokens_per_req", "num_tokens_for_logprob_per_req"} <= owner
+
+
+def test_refused_options_exist(running_host: Path) -> None:
+    known = members(class_def(running_host, "sglang.srt.server_args", "ServerArgs"))
+    assert {refused.option for refused in arguments.REFUSED} <= known
+    assert attributes_of(parse(OURS / "arguments.py"), "server_args") <= known
+
+
+def test_drafting_early_is_the_hosts_own_sequence(running_host: Path) -> None:
+    """What `_step_batch` sets follows the host's `prepare_for_draft`: the same fields of the batch and of its input."""
+    tree = parse(module_file(running_host, f"{SPECULATIVE}.eagle_worker_common"))
+    prepare = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "prepare_for_draft")
+    sets = {
+        ast.unparse(target)
+        for node in ast.walk(prepare)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+    }
+    assert sets == {
+        "batch.out_cache_loc",
+        "draft_input.num_tokens_per_req",
+        "draft_input.num_tokens_for_logprob_per_req",
+        "draft_input.positions",
+    }
+
+
+def test_memory_is_released_before_the_flush(running_host: Path) -> None:
+    """Why `before_memory_release` exists: the host pauses the KV pool's memory and flushes only then."""
+    owner = class_def(running_host, compat.SYMBOLS["SchedulerWeightUpdaterManager"], "SchedulerWeightUpdaterManager")
+    release = methods(owner)["release_memory_occupation"]
+    lines: dict[str, list[int]] = {}
+    for node in ast.walk(release):
+        if isinstance(node, ast.Call):
+            lines.setdefault(ast.unparse(node.func), []).append(node.lineno)
+    assert min(lines["self.memory_saver_adapter.pause"]) < min(lines["self.flush_cache"])

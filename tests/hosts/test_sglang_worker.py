@@ -1,0 +1,215 @@
+"""The order of the worker's steps, and whose draft each request gets, with stand-ins for the host and its streams."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import fake_host
+import pytest
+import torch
+from fake_host import LOG, Batch, DraftInput, K, Mode, N
+
+from eaglex.hosts.sglang import compat
+
+SLOTS, POOL, PAGE = 6, 256, 64
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(compat, "symbol", fake_host.SYMBOLS.__getitem__)
+    for name, stand_in in {
+        "Stream": fake_host.Stream,
+        "Event": fake_host.Event,
+        "stream": fake_host.OnStream,
+        "current_stream": lambda: fake_host.Stream.current,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    released = fake_host.SchedulerWeightUpdaterManager.release_memory_occupation
+    modules = ("eaglex.hosts.sglang.draft", "eaglex.hosts.sglang.worker")
+    for name in modules:
+        sys.modules.pop(name, None)
+    made = importlib.import_module(modules[1]).EaglexWorker(None, 0, None, 0, fake_host.TargetWorker())
+    table = torch.arange((SLOTS + 1) * 50, dtype=torch.int32).view(SLOTS + 1, 50)
+    made._draft_worker.alloc_memory_pool(
+        memory_pool_config=fake_host.PoolConfig(POOL),
+        req_to_token_pool=SimpleNamespace(req_to_token=table, size=SLOTS),
+        token_to_kv_pool_allocator=SimpleNamespace(size=POOL, page_size=PAGE),
+    )
+    made._draft_worker.init_attention_backend()
+    LOG.clear()
+    yield made
+    fake_host.SchedulerWeightUpdaterManager.release_memory_occupation = released
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+def prefill(worker: Any, slots: list[int], length: int = 5, **fields: Any) -> Any:
+    batch = Batch(
+        torch.tensor(slots), torch.full((len(slots),), length), Mode.EXTEND, reqs=[object() for _ in slots], **fields
+    )
+    return worker.forward_batch_generation(batch, on_publish=lambda lengths: LOG.append("publish"))
+
+
+def decode(worker: Any, slots: list[int], lengths: list[int], bonus: list[int], publish: bool = True) -> Any:
+    batch = Batch(torch.tensor(slots), torch.tensor(lengths), spec_info=DraftInput(bonus_tokens=torch.tensor(bonus)))
+    return worker.forward_batch_generation(batch, on_publish=(lambda _: LOG.append("publish")) if publish else None)
+
+
+def candidates(result: Any) -> Any:
+    return result.next_token_ids.view(-1, N).tolist()
+
+
+def test_one_cycle_in_order(worker: Any) -> None:
+    result = prefill(worker, [2])
+    assert LOG == ["prefill on forward", "publish", "event on forward"]
+    result.copy_to_cpu(return_logprob=False)
+    assert LOG[3:] == [
+        "copy on forward", "draft waits for forward's event", "extend on draft", "steps on draft", "event on draft",
+    ]  # fmt: skip
+    LOG.clear()
+    decode(worker, [2], [5], [20])
+    assert LOG == [
+        "forward waits for draft's event", "gather", "verify on forward", "publish", "event on forward",
+    ]  # fmt: skip
+
+
+def test_without_overlap_the_draft_starts_at_once(worker: Any) -> None:
+    decode(worker, [2], [5], [20], publish=False)
+    assert LOG[-5:] == [
+        "event on forward", "draft waits for forward's event", "extend on draft", "steps on draft", "event on draft",
+    ]  # fmt: skip
+
+
+def test_a_draft_whose_result_was_not_copied_is_made_up_for(worker: Any) -> None:
+    prefill(worker, [2])
+    LOG.clear()
+    decode(worker, [2], [5], [20])
+    assert LOG.index("steps on draft") < LOG.index("forward waits for draft's event") < LOG.index("gather")
+
+
+def test_each_request_is_verified_with_its_own_draft(worker: Any) -> None:
+    """Prefilled together, verified in another order with one gone, one new and one that took a slot over."""
+    prefill(worker, [1, 2, 3])
+    prefill(worker, [5])
+    prefill(worker, [3], length=9)  # slot 3 changed hands
+    result = decode(worker, [5, 3, 1], [5, 9, 5], [50, 30, 10])
+    assert candidates(result) == [[51, 52, 152, 53], [31, 32, 132, 33], [11, 12, 112, 13]]
+    assert result.accept_lens.tolist() == [3, 3, 3]
+
+
+def test_drafts_follow_the_accepted_tokens(worker: Any) -> None:
+    prefill(worker, [1, 4])
+    first = decode(worker, [4, 1], [5, 5], [40, 10])
+    assert first.new_seq_lens.tolist() == [8, 8]
+    second = decode(worker, [1, 4], [8, 8], [112, 142])
+    assert candidates(second) == [[113, 114, 214, 115], [143, 144, 244, 145]]
+
+
+def test_a_request_at_another_length_is_verified_with_its_root_alone(worker: Any) -> None:
+    prefill(worker, [1, 2])
+    result = decode(worker, [1, 2, 4], [5, 6, 5], [10, 20, 40])
+    assert result.accept_lens.tolist() == [3, 1, 1]
+
+
+def test_an_unfinished_prompt_is_extended_and_not_drafted_for(worker: Any) -> None:
+    request = object()
+    batch = Batch(torch.tensor([1]), torch.tensor([5]), Mode.EXTEND, reqs=[request], chunked_req=request)
+    batch.chunked_req_next_prompt_token = 7
+    worker.forward_batch_generation(batch).copy_to_cpu(return_logprob=False)
+    assert "extend on draft" in LOG
+    assert "steps on draft" not in LOG
+    assert decode(worker, [1], [5], [10]).accept_lens.tolist() == [1]
+
+
+def test_an_unfinished_prompt_beside_a_finished_one(worker: Any) -> None:
+    request = object()
+    batch = Batch(torch.tensor([1, 2]), torch.tensor([5, 5]), Mode.EXTEND, reqs=[object(), request])
+    batch.chunked_req, batch.chunked_req_next_prompt_token = request, 7
+    worker.forward_batch_generation(batch)
+    assert decode(worker, [2, 1], [5, 5], [20, 10]).accept_lens.tolist() == [1, 3]
+
+
+def test_the_fence_is_published_where_verification_ends(worker: Any) -> None:
+    assert worker.war_fastpath_runner.war_fastpath_read_done_event is None
+    decode(worker, [2], [5], [20])
+    event = worker.war_fastpath_runner.war_fastpath_read_done_event
+    assert event.name == "forward's event"
+    worker.war_fastpath_runner.war_fastpath_read_done_event = None  # as the host takes it
+
+
+def test_the_host_gets_its_own_batch_back(worker: Any) -> None:
+    batch = Batch(torch.tensor([2]), torch.tensor([5]), spec_info=DraftInput(bonus_tokens=torch.tensor([20])))
+    batch.input_ids = torch.tensor([1])
+    worker.forward_batch_generation(batch)
+    assert batch.input_ids is not None, "the draft worked on the host's batch"
+    assert batch.seq_lens.tolist() == [5]
+    assert batch.req_pool_indices.tolist() == [2]
+
+
+def test_extend_writes_where_verification_wrote(worker: Any) -> None:
+    """Not where the host's table points by then: the slot may have a new owner with a shared prefix."""
+    result = decode(worker, [2, 3], [5, 5], [20, 30])
+    worker._draft_worker.req_to_token_pool.req_to_token.zero_()
+    result.copy_to_cpu(return_logprob=False)
+    assert worker._draft_worker.written.tolist() == [2000, 3000]
+
+
+def test_what_the_host_relays_can_be_filtered(worker: Any) -> None:
+    relayed = decode(worker, [2, 3], [5, 5], [20, 30]).next_draft_input
+    assert relayed.bonus_tokens.tolist() == [120, 130]
+    assert len(relayed.topk_p) == len(relayed.topk_index) == 2
+    assert relayed.hidden_states is None
+
+
+def test_drafted_tokens_have_slots_of_their_own(worker: Any) -> None:
+    prefill(worker, [2, 3]).copy_to_cpu(return_logprob=False)
+    step = worker._draft_worker.last_step_batch
+    first = POOL + PAGE
+    assert step.out_cache_loc.tolist() == list(range(first, first + 2 * K))
+    assert step.req_pool_indices.tolist() == [1, 2]
+    backend = worker._draft_worker.draft_attn_backend
+    table = backend.req_to_token_pool.req_to_token
+    assert table[1, :8].tolist() == [*range(100, 105), first, first + 1, first + 2]
+    assert (backend.pool_len, backend.page_size) == (table.shape[1], 1)
+    assert worker._draft_worker.draft_runner.token_to_kv_pool.size + PAGE >= first + SLOTS * K
+    assert step.seq_lens_cpu is None
+
+
+@pytest.mark.parametrize("update", ["from_disk", "from_ipc", "from_tensor"])
+def test_weights_change_when_no_draft_runs(worker: Any, update: str) -> None:
+    decode(worker, [2], [5], [20])
+    assert getattr(worker, f"update_weights_{update}")(None) == "updated"
+    assert LOG.index("steps on draft") < LOG.index("cpu waits for draft") < LOG.index("update")
+
+
+def test_memory_is_released_when_no_draft_runs(worker: Any) -> None:
+    decode(worker, [2], [5], [20])
+    assert fake_host.SchedulerWeightUpdaterManager().release_memory_occupation(None) == "released"
+    assert LOG.index("steps on draft") < LOG.index("cpu waits for draft") < LOG.index("release")
+
+
+def test_a_flush_forgets_all_drafts(worker: Any) -> None:
+    prefill(worker, [2])
+    worker.clear_cache_pool()
+    assert LOG[-1] == "cpu waits for draft"
+    assert decode(worker, [2], [5], [20]).accept_lens.tolist() == [1]
+
+
+def test_inputs_are_kept_until_the_draft_has_run(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_host.Event, "query", lambda self: False)
+    for length in range(5, 9):
+        decode(worker, [2], [length], [20], publish=False)
+    assert len(worker._stream.running) == 4
+    monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
+    decode(worker, [2], [9], [20], publish=False)
+    assert len(worker._stream.running) == 1
+
+
+def test_a_draft_kind_that_is_not_served_is_refused(worker: Any) -> None:
+    worker._draft_worker.draft_runner.is_hybrid_swa = True
+    with pytest.raises(ValueError, match=r"sliding-window .* a/head"):
+        worker._draft_worker.alloc_memory_pool(None, None, None)
