@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kRowThreads)
   std::int64_t slot = -1;
   if (p.parts != QkvParts::kQuery) {
     slot = p.target == KvTarget::kPool
-               ? kv_slot(context.kv, batch.req_pool_indices[place.lane], place.position)
+               ? write_slot(context, batch, place.lane, place.source, place.position)
                : static_cast<std::int64_t>(place.lane) * context.speculation.num_scratch_nodes() +
                      (p.range.rows.step - 1) * topk + row % topk;
   }

@@ -180,3 +180,20 @@ def test_cpu_and_cuda_engines_agree() -> None:
                 assert torch.equal(cpu.tokens, cuda.tokens)
                 assert torch.equal(cpu.parents, cuda.parents)
                 torch.testing.assert_close(cpu.scores, cuda.scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_rows_are_written_where_the_host_says(id_dtype) -> None:
+    """A slot given away while its last draft runs, to a request with a shared prefix: out_cache_loc keeps that whole."""
+    rig = CudaRig(make_config(), SpeculationConfig(num_steps=3))
+    for request in (0, 1):
+        rig.join(request, 1 + request)
+    rig.cycle([Ask(0, 6), Ask(1, 4)])
+    batch, length = rig.batch([Ask(1, 3)]), rig.requests[1].length
+    batch.out_cache_loc = rig._table[2, length: length + 3].to(id_dtype, copy=True)
+    shared = rig._table[1, :6].long()
+    before = [pool[0][shared].clone() for pool in rig._pool]
+    rig._table[2] = rig._table[1]
+    rig.engine.run(batch)
+    assert all(torch.equal(pool[0][shared], then) for pool, then in zip(rig._pool, before, strict=True))
+    assert all(bool(pool[0][batch.out_cache_loc.long()].isfinite().all()) for pool in rig._pool)

@@ -1,4 +1,4 @@
-"""One launch per cycle: replays are equal bit by bit, take no memory, wait for nothing; a host may capture the cycle."""
+"""One launch per cycle: replays are bitwise equal, take no memory, wait for nothing; a host may capture the cycle."""
 
 from __future__ import annotations
 
