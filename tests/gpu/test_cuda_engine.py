@@ -184,7 +184,7 @@ def test_cpu_and_cuda_engines_agree() -> None:
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_rows_are_written_where_the_host_says(id_dtype) -> None:
-    """A slot given away while its last draft runs, to a request with a shared prefix: out_cache_loc keeps that whole."""
+    """A slot given away while its last draft runs, to a request that shares a prefix: out_cache_loc keeps it whole."""
     rig = CudaRig(make_config(), SpeculationConfig(num_steps=3))
     for request in (0, 1):
         rig.join(request, 1 + request)
