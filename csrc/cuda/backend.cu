@@ -1,0 +1,296 @@
+// The plain chain: planning, the parameter block, and each step as its launches.
+#include "cuda/backend.h"
+
+#include <algorithm>
+
+#include "cuda/factory.h"
+#include "cuda/kernels.h"
+
+namespace eaglex {
+
+std::unique_ptr<Backend> make_cuda_backend(int device) {
+  return std::make_unique<cuda::CudaBackend>(device);
+}
+
+}  // namespace eaglex
+
+namespace eaglex::cuda {
+namespace {
+
+constexpr std::size_t kChunkBytes = std::size_t{64} << 20;  // of each kind of buffer
+constexpr int kOldest = 8;  // sm_80: cp.async and bf16 products
+
+int per_row(std::size_t bytes_per_row, int most) {
+  const auto rows = static_cast<long long>(kChunkBytes / bytes_per_row);
+  return static_cast<int>(std::clamp<long long>(rows, 16, std::max(most, 16)));
+}
+
+// Calls f(range, rows done before) for the launch's rows in chunks.
+template <typename F>
+void in_chunks(const Rows& rows, int chunk, F&& f) {
+  for (int first = 0; first < rows.max_rows; first += chunk)
+    f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
+}
+
+std::byte* at_row(void* data, std::int64_t row, std::int64_t width, DType type) {
+  return static_cast<std::byte*>(data) + static_cast<std::size_t>(row * width) * size_of(type);
+}
+
+}  // namespace
+
+CudaBackend::CudaBackend(int device) : device_(device) {
+  int count = 0;
+  EAGLEX_CUDA_CHECK(cudaGetDeviceCount(&count));
+  expect_range("device", device, 0, count - 1);
+  const DeviceGuard guard(device_);
+  int major = 0;
+  EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
+  EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
+  expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
+}
+
+void* CudaBackend::allocate(std::size_t bytes) {
+  const DeviceGuard guard(device_);
+  memory_.push_back(allocate_device(bytes));
+  return memory_.back().get();
+}
+
+Linear CudaBackend::prepare(std::span<const TensorView> parts) {
+  Linear linear;
+  for (const TensorView& part : parts) {
+    if (!weight_type_) type_ = *(weight_type_ = part.dtype);
+    expect(part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_), name_of(part.dtype));
+    linear.parts[linear.num_parts++] = part;
+  }
+  return linear;
+}
+
+void CudaBackend::bind(const EngineContext& context) {
+  const DeviceGuard guard(device_);
+  context_ = context;
+  k_.assign(context.kv.k, context.kv.k + context.config.num_layers);
+  v_.assign(context.kv.v, context.kv.v + context.config.num_layers);
+  context_.kv.k = nullptr;  // the device cannot follow it; launches carry the pointer of their layer
+  context_.kv.v = nullptr;
+  constexpr long long kMaxGrid = 65535;
+  expect_range("max_batch * topk", static_cast<long long>(context.limits.max_batch) * context.speculation.topk, 1,
+               kMaxGrid);
+  prepare_attention(context.config);
+  plan();
+  Workspace count;
+  carve(count);
+  Workspace workspace(allocate(count.used()));
+  carve(workspace);
+  chain_ = {context_, buffers_.block};
+  graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
+}
+
+void CudaBackend::plan() {
+  const DraftConfig& config = context_.config;
+  const int frontier = context_.limits.max_batch * context_.speculation.topk;
+  const int most = std::max(context_.limits.max_rows, frontier);
+  const auto input = static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_);
+  const auto raw = static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()) * sizeof(float);
+  const auto whole_lanes = [k = context_.speculation.topk](int rows) { return std::max(rows / k, 1) * k; };
+  plan_.rows = per_row(std::max(input, raw), most);
+  const auto logits = static_cast<std::size_t>(config.draft_vocab_size) * sizeof(float);
+  plan_.head_rows = std::min(per_row(logits, frontier), plan_.rows);
+  plan_.attention_rows = whole_lanes(per_row(attention_partial_floats(config) * sizeof(float), most));
+}
+
+void CudaBackend::carve(Workspace& workspace) {
+  const DraftConfig& config = context_.config;
+  const auto rows = static_cast<std::size_t>(plan_.rows);
+  const auto head_rows = static_cast<std::size_t>(plan_.head_rows);
+  buffers_.block = workspace.take<DraftBatch>(1);
+  buffers_.x = workspace.take_bytes(
+      rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
+  buffers_.raw = workspace.take<float>(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
+  buffers_.logits = workspace.take<float>(head_rows * static_cast<std::size_t>(config.draft_vocab_size));
+  buffers_.ranked = workspace.take<float>(head_rows * head_partial_floats(context_));
+  buffers_.attention =
+      workspace.take<float>(static_cast<std::size_t>(plan_.attention_rows) * attention_partial_floats(config));
+}
+
+// ------------------------------------------------------------------------------------------------------- block and graphs
+
+void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
+  batch_ = batch;
+  stream_ = static_cast<cudaStream_t>(stream);
+  launch_lanes_ = batch.batch;
+  capturing_ = false;
+}
+
+void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)>& body) {
+  const DeviceGuard guard(device_);
+  cudaStreamCaptureStatus capture{};
+  EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream_, &capture));
+  const int bucket = graphs_->find(lanes, rows);
+  if (capture != cudaStreamCaptureStatusNone || bucket < 0) return body(lanes, rows);
+  if (!graphs_->captured()) {
+    // All at once, at the first cycle: later ones allocate nothing, whatever their size.
+    const cudaStream_t stream = stream_;
+    capturing_ = true;
+    const auto restore = [&] {
+      capturing_ = false;
+      stream_ = stream;
+      launch_lanes_ = batch_.batch;
+    };
+    try {
+      graphs_->capture_all([&](Graphs::Bucket size, cudaStream_t to) {
+        stream_ = to;
+        launch_lanes_ = size.lanes;
+        body(size.lanes, size.rows);
+      });
+    } catch (...) {
+      restore();
+      throw;
+    }
+    restore();
+  }
+  graphs_->launch(bucket, batch_, stream_);
+}
+
+// -------------------------------------------------------------------------------------------------------------------- steps
+
+GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight) const {
+  GemmParams params;
+  params.batch = buffers_.block;
+  params.pass = range.rows.pass;
+  params.topk = context_.speculation.topk;
+  params.first = range.first;
+  params.max_rows = range.count;
+  params.in = static_cast<int>(weight.parts[0].shape[1]);
+  params.x_stride = params.in;
+  for (int i = 0; i < weight.num_parts; ++i) {
+    params.weight[i] = weight.parts[i].data;
+    params.outputs[i] = static_cast<int>(weight.parts[i].shape[0]);
+  }
+  return params;
+}
+
+void CudaBackend::admit() {
+  const DeviceGuard guard(device_);
+  if (!capturing_) launch_store_block(batch_, buffers_.block, stream_);
+  launch_admit(chain_, lanes(), stream_);
+}
+
+// The host's rows as they are, where they need neither norm nor conversion: only for prompts, where the copy would cost.
+bool CudaBackend::reads_aux_directly(const FuseParams& params) const {
+  constexpr int kMany = 256;
+  const auto address = reinterpret_cast<std::uintptr_t>(batch_.aux_hidden_states);
+  const auto row_bytes = static_cast<std::size_t>(batch_.aux_stride) * size_of(type_);
+  return !capturing_ && params.rows.max_rows >= kMany && context_.config.aux_norm == AuxNorm::kNone &&
+         batch_.aux_type == type_ && address % 16 == 0 && row_bytes % 16 == 0;
+}
+
+void CudaBackend::fuse(const FuseParams& params) {
+  const DeviceGuard guard(device_);
+  const int hidden = context_.config.hidden_size;
+  const bool direct = reads_aux_directly(params);
+  in_chunks(params.rows, direct ? params.rows.max_rows : plan_.rows, [&](const RowRange& range) {
+    GemmParams product = gemm_params(range, params.fc);
+    if (direct) {
+      product.x = batch_.aux_hidden_states;
+      product.x_stride = batch_.aux_stride;
+    } else {
+      launch_fuse_input(chain_, type_, {range, params.aux_norms, buffers_.x}, stream_);
+      product.x = buffers_.x;
+    }
+    product.out = at_row(params.hidden, range.first, hidden, type_);
+    gemm(type_, product, stream_);
+  });
+}
+
+void CudaBackend::qkv(const QkvParams& params) {
+  const DeviceGuard guard(device_);
+  const bool queries = params.parts != QkvParts::kKeyValue;
+  Linear weight = params.qkv;
+  if (params.parts == QkvParts::kQuery) weight.num_parts = 1;
+  if (params.parts == QkvParts::kKeyValue) weight = {{params.qkv.parts[1], params.qkv.parts[2]}, 2, nullptr};
+  const auto layer = static_cast<std::size_t>(params.layer);
+  const bool pool = params.target == KvTarget::kPool;
+  in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
+    QkvInput input{range,
+                   params.layer == 0,
+                   params.gather,
+                   params.embed_tokens.data,
+                   params.input_layernorm.data,
+                   params.hidden_norm.data,
+                   params.hidden,
+                   buffers_.x,
+                   queries ? params.residual : nullptr};
+    launch_qkv_input(chain_, type_, input, stream_);
+    GemmParams product = gemm_params(range, weight);
+    product.x = buffers_.x;
+    product.epilogue = Epilogue::kFloat;
+    product.out = buffers_.raw;
+    gemm(type_, product, stream_);
+    QkvOutput output{range,
+                     params.parts,
+                     params.target,
+                     buffers_.raw,
+                     params.inv_freq,
+                     params.q,
+                     pool ? k_[layer] : params.scratch_k,
+                     pool ? v_[layer] : params.scratch_v};
+    launch_qkv_output(chain_, type_, output, stream_);
+  });
+}
+
+void CudaBackend::attention(const AttentionParams& params) {
+  const DeviceGuard guard(device_);
+  const auto layer = static_cast<std::size_t>(params.layer);
+  in_chunks(params.rows, plan_.attention_rows, [&](const RowRange& range) {
+    const AttentionLaunch attention{
+        range, params.q, k_[layer], v_[layer], params.scratch_k, params.scratch_v, buffers_.attention, params.out};
+    launch_attention(chain_, type_, attention, num_sms_, stream_);
+  });
+}
+
+void CudaBackend::project(const ProjectionParams& params) {
+  const DeviceGuard guard(device_);
+  GemmParams product = gemm_params({params.rows, 0, params.rows.max_rows}, params.weight);
+  product.x = params.x;
+  product.residual = params.residual;
+  product.out = params.out;
+  gemm(type_, product, stream_);
+}
+
+void CudaBackend::gate_up(const GateUpParams& params) {
+  const DeviceGuard guard(device_);
+  in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
+    launch_norm_input(chain_, type_, {range, params.x, params.norm.data, buffers_.x, nullptr}, stream_);
+    GemmParams product = gemm_params(range, params.gate_up);
+    product.x = buffers_.x;
+    product.epilogue = Epilogue::kSwiglu;
+    product.out = at_row(params.out, range.first, context_.config.intermediate_size, type_);
+    gemm(type_, product, stream_);
+  });
+}
+
+void CudaBackend::head(const HeadParams& params) {
+  const DeviceGuard guard(device_);
+  void* const replace = context_.config.next_hidden == NextHidden::kNormed ? params.hidden : nullptr;
+  in_chunks(params.rows, plan_.head_rows, [&](const RowRange& range) {
+    launch_norm_input(chain_, type_, {range, params.hidden, params.norm.data, buffers_.x, replace}, stream_);
+    GemmParams product = gemm_params(range, params.lm_head);
+    product.x = buffers_.x;
+    product.epilogue = Epilogue::kFloat;
+    product.out = buffers_.logits;
+    gemm(type_, product, stream_);
+    launch_head_output(chain_, {range, params.draft_step, buffers_.logits, buffers_.ranked}, stream_);
+  });
+}
+
+void CudaBackend::select(const SelectParams& params) {
+  const DeviceGuard guard(device_);
+  launch_select(chain_, params, lanes(), stream_);
+}
+
+void CudaBackend::tree(const VerifyBatch& batch, Stream stream) {
+  const DeviceGuard guard(device_);
+  launch_tree(context_, batch, num_sms_, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace eaglex::cuda

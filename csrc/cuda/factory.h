@@ -1,0 +1,13 @@
+// The CUDA backend: the steps as kernels on a stream, replayed as one graph per batch bucket.
+#pragma once
+
+#include <memory>
+
+#include "core/backend.h"
+
+namespace eaglex {
+
+// Throws ErrorCode::kDevice, naming what is wrong, unless CUDA device `device` can run this build's kernels.
+std::unique_ptr<Backend> make_cuda_backend(int device);
+
+}  // namespace eaglex

@@ -1,0 +1,147 @@
+"""One launch per cycle: replays are bitwise equal, take no memory, wait for nothing; a host may capture the cycle."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from support.cuda_rig import CudaRig
+from support.models import make_config, random_weights
+from support.rig import Ask, Layout
+
+from eaglex.config import MaskMode, SpeculationConfig
+from eaglex.engine import DraftResults, VerifyTensors
+
+pytestmark = pytest.mark.gpu
+
+TREE = SpeculationConfig(num_steps=4, topk=4, num_draft_tokens=16)
+CHAIN = SpeculationConfig(num_steps=4)
+
+
+def make_rig(speculation: SpeculationConfig = TREE, dtype: torch.dtype = torch.bfloat16, **layout: int) -> CudaRig:
+    """A draft of a few heads with six requests that are past their prompts."""
+    config = make_config(hidden_size=256, target_hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=2,
+                         head_dim=64, vocab_size=6000, draft_vocab_size=5000, max_positions=2048)
+    rig = CudaRig(config, speculation, weights=random_weights(config, dtype=dtype),
+                  layout=Layout(**({"kv_dtype": dtype, "aux_dtype": dtype, "max_rows": 700} | layout)))
+    for request in range(6):
+        rig.join(request, 1 + request)
+        rig.engine.run(rig.batch([Ask(request, 60 + 97 * request)]))
+        rig.requests[request].length += 60 + 97 * request
+    return rig
+
+
+def state(results: DraftResults) -> list[torch.Tensor]:
+    return [results.draft_tokens, results.parents, results.scores, results.num_nodes, results.drafted_for]
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_thousand_replays_are_bitwise_equal(speculation) -> None:
+    """With other work on another stream, and the batch in other sizes in between."""
+    rig = make_rig(speculation)
+    asks = [Ask(r, speculation.num_draft_tokens, 1 + r % 3) for r in range(5)]
+    batch, other = rig.batch(asks), rig.batch([Ask(5, 4, 2)])
+    rig.engine.run(batch)
+    expected = [t.clone() for t in state(rig.engine.results)]
+    pool = [t.clone() for tensors in rig._pool for t in tensors]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    side, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+    for i in range(1000):
+        with torch.cuda.stream(side):
+            noise = (noise @ noise).clamp(-1, 1)
+        rig.engine.run(batch)
+        if i % 7 == 0:
+            rig.engine.run(other)
+        for now, then in zip(state(rig.engine.results), expected, strict=True):
+            different += (now[1:6] != then[1:6]).sum()
+    assert int(different) == 0
+    for now, then in zip([t for tensors in rig._pool for t in tensors], pool, strict=True):
+        touched = rig._table[1:6].long()
+        assert torch.equal(now[touched].nan_to_num(), then[touched].nan_to_num())
+
+
+def test_nothing_is_allocated_and_nothing_waits() -> None:
+    """Behind a kernel that keeps the device busy for a long time, cycles of all sizes and their tree return at once."""
+    rig = make_rig()
+    batches = [rig.batch([Ask(r, 16, 3) for r in range(size)]) for size in range(1, 7)]
+    # Whatever a first call does (lazy loading, the capture of all buckets) it has done by now.
+    out = VerifyTensors.allocate(6, 16, MaskMode.QLEN_ONLY, "cuda")
+    ids = {"req_pool_indices": torch.arange(1, 7, device="cuda"), "bonus_tokens": torch.arange(6, device="cuda"),
+           "seq_lens": rig.engine.results.drafted_for[1:7].clone()}
+    for batch in batches:
+        rig.engine.run(batch)
+    rig.engine.tree(out, **ids)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    asleep = torch.cuda.Event()
+    asleep.record()
+    for batch in batches:
+        rig.engine.run(batch)
+    rig.engine.tree(out, **ids)
+    assert not asleep.query(), "a call waited for the device"
+    torch.cuda.synchronize()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers use the same device's memory
+        assert torch.cuda.mem_get_info()[0] == free
+
+
+def test_the_host_may_run_a_ring_ahead() -> None:
+    """More cycles in flight than the ring has entries: each still sees its own parameters."""
+    rig = make_rig()
+    singles = [rig.batch([Ask(r, 16, 1 + r)]) for r in range(6)]
+    expected = []
+    for batch in singles:
+        rig.engine.run(batch)
+        torch.cuda.synchronize()
+    expected = [t.clone() for t in state(rig.engine.results)]
+    for t in state(rig.engine.results):
+        t.zero_()
+    torch.cuda._sleep(50_000_000)
+    for batch in singles * 8:
+        rig.engine.run(batch)
+    torch.cuda.synchronize()
+    for now, then in zip(state(rig.engine.results), expected, strict=True):
+        assert torch.equal(now[1:7], then[1:7])
+
+
+def test_a_host_captures_the_cycle() -> None:
+    """enqueue inside the host's graph: replays read what its tensors hold by then."""
+    rig = make_rig(dtype=torch.float32)
+    twin = make_rig(dtype=torch.float32)
+    asks = [[Ask(r, 5, 1 + r) for r in range(3)], [Ask(r, 5, 4 - r) for r in range(3)]]
+    batch = rig.batch(asks[0])
+    for run in (rig.engine.enqueue, rig.engine.run):
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run(batch, torch.cuda.current_stream().cuda_stream)
+        for cycle in asks:
+            fresh = rig.batch(cycle)
+            for field in dataclasses.fields(fresh):
+                value = getattr(fresh, field.name)
+                if isinstance(value, torch.Tensor):
+                    getattr(batch, field.name).copy_(value)
+            graph.replay()
+            twin.engine.run(twin.batch(cycle))
+            torch.cuda.synchronize()
+            for now, then in zip(state(rig.engine.results), state(twin.engine.results), strict=True):
+                assert torch.equal(now, then)
+
+
+def test_a_graph_of_more_lanes_serves_fewer_requests() -> None:
+    """Nine requests run in the graph of ten lanes, and a lane that is not there touches nothing."""
+    config = make_config(max_positions=64)
+    rigs = [CudaRig(config, TREE, layout=Layout(num_slots=14, max_batch=size, max_rows=400)) for size in (9, 12)]
+    states = []
+    for rig in rigs:
+        for request in range(9):
+            rig.join(request, 1 + request)
+        rig.engine.run(rig.batch([Ask(r, 7) for r in range(9)]))
+        for request in rig.requests.values():
+            request.length += 7
+        rig.engine.run(rig.batch([Ask(r, 5, 1 + r % 5) for r in range(9)]))
+        states.append([t.cpu() for t in state(rig.engine.results)])
+        assert rig.engine.counters()["drafted"] == 18
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))

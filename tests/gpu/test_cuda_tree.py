@@ -1,0 +1,72 @@
+"""`tree` on the GPU equals reference.tree in every mask mode, for every number of nodes, in any order of slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cuda_rig import CudaRig
+from support.models import make_config
+from support.rig import Ask, Layout
+
+from eaglex import reference
+from eaglex.config import MaskMode, SpeculationConfig
+from eaglex.engine import VerifyTensors
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 14, 33, 64])
+@pytest.mark.parametrize("mode", list(MaskMode), ids=lambda mode: mode.name.lower())
+def test_tree_equals_the_reference(mode, nodes) -> None:
+    rig = CudaRig(make_config(max_positions=512), SpeculationConfig(num_steps=4, topk=4, num_draft_tokens=14),
+                  layout=Layout(num_slots=9, max_batch=7, max_rows=300))
+    lengths = {0: 3, 1: 17, 2: 100, 3: 4}
+    for request, length in lengths.items():
+        rig.join(request, 1 + request)
+        rig.engine.run(rig.batch([Ask(request, length)]))
+    slots = [3, 1, 0, 4, 2, 8]  # a padded lane and a slot without a draft among them
+    seq_lens = [100, 3, 5, 5, 17, 6]  # slot 4 was drafted for 4, not 5
+    bonus = torch.arange(6) + 11
+    out = VerifyTensors.allocate(6, nodes, mode, "cuda", total_length=sum(seq_lens))
+    links = (out.retrieve_index, out.retrieve_next_token, out.retrieve_next_sibling)
+    for tensor in (out.draft_tokens, out.positions, *links):
+        tensor.fill_(-77)
+    out.mask.fill_(True)
+    for dtype in (torch.int32, torch.int64):
+        rig.engine.tree(out, req_pool_indices=torch.tensor(slots, dtype=dtype).cuda(),
+                        seq_lens=torch.tensor(seq_lens, dtype=dtype).cuda(), bonus_tokens=bonus.to(dtype).cuda())
+        trees = []
+        for lane, (slot, length) in enumerate(zip(slots, seq_lens, strict=True)):
+            here = lengths.get(slot - 1) == length
+            drafted = rig.drafted(slot) if here else reference.Draft.none()
+            assert len(drafted.tokens) == (13 if here else 0)
+            expected = reference.tree(drafted, int(bonus[lane]), length, nodes)
+            trees.append(expected)
+            assert torch.equal(out.draft_tokens[lane].cpu(), expected.draft_tokens)
+            assert torch.equal(out.positions[lane].cpu(), expected.positions)
+            assert torch.equal(out.retrieve_next_token[lane].cpu(), expected.retrieve_next_token)
+            assert torch.equal(out.retrieve_next_sibling[lane].cpu(), expected.retrieve_next_sibling)
+        assert torch.equal(out.retrieve_index.cpu().flatten(), torch.arange(6 * nodes))
+        if mode is MaskMode.FULL:
+            mask = reference.full_mask(trees, seq_lens)
+            assert torch.equal(out.mask[: len(mask)].cpu(), mask)
+        elif mode is MaskMode.QLEN_ONLY:
+            assert torch.equal(out.mask.cpu(), torch.stack([t.mask for t in trees]))
+        else:
+            assert torch.equal(out.mask.cpu(), reference.packed_mask(trees))
+
+
+def test_a_damaged_result_is_no_draft() -> None:
+    """Ids and parents are checked on the way out: one token beyond the vocabulary, and the slot has only its root."""
+    rig = CudaRig(make_config(), SpeculationConfig(num_steps=3))
+    rig.join(0, 1)
+    for damage in ("draft_tokens", "parents", "num_nodes", "drafted_for"):
+        rig.requests[0].length = 0
+        rig.engine.run(rig.batch([Ask(0, 5)]))
+        value = getattr(rig.engine.results, damage)
+        value[1] = 2**20
+        out = VerifyTensors.allocate(1, 4, MaskMode.QLEN_ONLY, "cuda")
+        rig.engine.tree(out, req_pool_indices=torch.tensor([1]).cuda(), seq_lens=torch.tensor([5]).cuda(),
+                        bonus_tokens=torch.tensor([7]).cuda())
+        assert out.draft_tokens.tolist() == [[7, 7, 7, 7]], damage
+        assert out.retrieve_next_token.tolist() == [[-1, -1, -1, -1]], damage
