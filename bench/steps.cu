@@ -140,18 +140,17 @@ void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
       });
       return graph.time_us() / 4;
     };
-    const auto without_attention = [&] {
+    const auto without = [&](Kernel left_out) {
       const Graph graph(stream, [&] {
         for (int i = 0; i < 4; ++i) {
           for (const Kernel kernel : kChain) {
-            if (kernel != Kernel::kAttention) launch(m, kernel, rows, stream);
+            if (kernel != left_out) launch(m, kernel, rows, stream);
           }
         }
       });
       return graph.time_us() / 4;
     };
     const double us = run();
-    const double bare = without_attention();
     m.plan.reduction = stream::Reduction::kLastArriver;
     const double last = run();
     m.plan.reduction = stream::Reduction::kOwner;
@@ -160,8 +159,10 @@ void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
     const double plain = run();
     m.plan.pdl = pdl;
     if (rows == 1) first = us;
-    std::printf("  %-22s batch %2d: %7.1f us (%.2fx of batch 1, %3.0f%% of ceiling, floor %.1f); without attention %7.1f; last arriver %7.1f; no PDL %7.1f\n",
-                shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, bare, last, plain);
+    std::printf("  %-22s batch %2d: %7.1f us (%.2fx of batch 1, %3.0f%% of ceiling, floor %.1f); last arriver %7.1f; no PDL %7.1f; each costs",
+                shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
+    for (const Kernel kernel : kChain) std::printf(" %s %.1f", kNames[static_cast<int>(kernel)], us - without(kernel));
+    std::printf("\n");
   }
 }
 

@@ -239,24 +239,51 @@ struct Part {
   __device__ float& total(int row) const { return at[kPackedRows * (kDim + 1) + row]; }
 };
 
-// Combines `count` parts, `stride` floats apart, and gives each (row, dim) to `put(row, dim, sum, maximum, total)`.
-template <int kDim, class Put>
-__device__ __forceinline__ void combine(float* first, std::size_t stride, int count, Put put) {
-  for (int i = threadIdx.x; i < kPackedRows * kDim; i += kThreadsOfBlock) {
-    const int row = i / kDim;
-    const int dim = i % kDim;
-    float best = -1e30F;
-    for (int p = 0; p < count; ++p) best = fmaxf(best, Part<kDim>{first + p * stride}.maximum(row));
-    float sum = 0;
-    float total = 0;
-    for (int p = 0; p < count; ++p) {
-      const Part<kDim> part{first + p * stride};
-      const float weight = weight_of(part.maximum(row), best);
-      sum += weight * part.sum(row, dim);
-      total += weight * part.total(row);
-    }
-    put(row, dim, sum, best, total);
+enum class Where : bool { kShared, kGlobal };
+
+// Parts that other blocks wrote are read past L1.
+template <Where kWhere, class T>
+__device__ __forceinline__ T load(const T* from) {
+  if constexpr (kWhere == Where::kGlobal) return __ldcg(from);
+  return *from;
+}
+
+// Combines `count` (at most kMaxSplits) parts, `stride` floats apart, of the first `rows` rows; gives `put` four dims at a time:
+// (row, dim, sums, maximum, total). `weights` [16][kMaxSplits + 2] in shared memory. Ends with all threads past their reads.
+template <int kDim, Where kWhere, class Put>
+__device__ __forceinline__ void combine(float* first, std::size_t stride, int count, int rows, float (*weights)[kMaxSplits + 2], Put put) {
+  // A thread per row and part: its weight, and by its lane 0 the row's maximum and total in the order of the parts.
+  for (int i = threadIdx.x; i < kPackedRows * kMaxSplits; i += kThreadsOfBlock) {
+    const int row = i / kMaxSplits;
+    const int p = i % kMaxSplits;
+    const bool there = row < rows && p < count;
+    const Part<kDim> part{first + (there ? p : 0) * stride};
+    const float maximum = there ? load<kWhere>(&part.maximum(row)) : -1e30F;
+    const float total = there ? load<kWhere>(&part.total(row)) : 0.0F;
+    float best = maximum;
+#pragma unroll
+    for (int offset = kMaxSplits / 2; offset > 0; offset /= 2) best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFF, best, offset));
+    const float weight = there ? weight_of(maximum, best) : 0.0F;
+    float sum = weight * total;
+#pragma unroll
+    for (int offset = kMaxSplits / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, offset);
+    weights[row][p] = weight;
+    if (p == 0) weights[row][kMaxSplits] = best, weights[row][kMaxSplits + 1] = sum;
   }
+  __syncthreads();
+  for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreadsOfBlock) {
+    const int row = i / (kDim / 4);
+    const int dim = i % (kDim / 4) * 4;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+    for (int p = 0; p < count; ++p) {
+      const float weight = weights[row][p];
+      const float4 x = load<kWhere>(reinterpret_cast<const float4*>(&Part<kDim>{first + p * stride}.sum(row, dim)));
+      sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y), sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
+    }
+    put(row, dim, sum, weights[row][kMaxSplits], weights[row][kMaxSplits + 1]);
+  }
+  __syncthreads();
 }
 
 template <int kDim>
@@ -327,34 +354,35 @@ __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid
   }
   __syncthreads();
 
-  const auto write = [&](int p, int dim, float sum, float, float total) {
+  __shared__ float weights[kPackedRows][kMaxSplits + 2];
+  const int used = min(kPackedRows, packing.width * packing.group - packing.offset);
+  const auto write = [&](int p, int dim, const float4& sum, float, float total) {
     int row;
     int head;
     if (!packing.find(p, row, head)) return;
-    // A row that is not live has seen nothing: zeros.
-    args.out[(static_cast<std::int64_t>(row) * context.config.num_heads + head) * kDim + dim] = __float2bfloat16(total == 0 ? 0.0F : sum / total);
+    const float norm = total == 0 ? 0.0F : 1 / total;  // a row that is not live has seen nothing: zeros
+    const uint2 packed = make_uint2(pack(sum.x * norm, sum.y * norm), pack(sum.z * norm, sum.w * norm));
+    *reinterpret_cast<uint2*>(args.out + (static_cast<std::int64_t>(row) * context.config.num_heads + head) * kDim + dim) = packed;
   };
-  if (args.grid.splits == 1) return combine<kDim>(warps, kSlot, kAttentionWarps, write);
+  if (args.grid.splits == 1) return combine<kDim, Where::kShared>(warps, kSlot, kAttentionWarps, used, weights, write);
 
   const int task = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
   float* const first = args.partials + static_cast<std::size_t>(task) * args.grid.splits * kSlot;
   const Part<kDim> part{first + split * kSlot};
-  combine<kDim>(warps, kSlot, kAttentionWarps, [&](int row, int dim, float sum, float maximum, float total) {
-    part.sum(row, dim) = sum;
-    if (dim == 0) part.maximum(row) = maximum, part.total(row) = total;
+  combine<kDim, Where::kShared>(warps, kSlot, kAttentionWarps, used, weights, [&](int row, int dim, const float4& sum, float maximum, float total) {
+    __stcg(reinterpret_cast<float4*>(&part.sum(row, dim)), sum);
+    if (dim == 0) __stcg(&part.maximum(row), maximum), __stcg(&part.total(row), total);
   });
-  __syncthreads();
   if (threadIdx.x == 0) {
-    const std::uint32_t others = static_cast<std::uint32_t>(args.grid.splits - 1);
+    const auto others = static_cast<std::uint32_t>(args.grid.splits - 1);
     last = increment_wrapping(args.counters + task, others) == others;
   }
   __syncthreads();
-  if (last) combine<kDim>(first, kSlot, args.grid.splits, write);
+  if (last) combine<kDim, Where::kGlobal>(first, kSlot, args.grid.splits, used, weights, write);
 }
 
 template <int kDim>
 void launch(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
-  check(cudaFuncSetAttribute(attention_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<kDim>::kShared), "shared memory");
   const dim3 grid(static_cast<unsigned>(args.grid.splits), static_cast<unsigned>(args.context.config.num_kv_heads),
                   static_cast<unsigned>(args.grid.lanes * args.grid.packs));
   launch_chained(plan, attention_kernel<kDim>, grid, kThreadsOfBlock, Layout<kDim>::kShared, stream, args);

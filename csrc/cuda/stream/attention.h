@@ -10,7 +10,7 @@ namespace eaglex::stream {
 
 inline constexpr int kAttentionWarps = 4;
 inline constexpr int kPackedRows = 16;  // query heads of one KV head, of all rows of a lane, that one block works on
-inline constexpr int kMaxSplits = 32;
+inline constexpr int kMaxSplits = 16;
 
 struct AttentionGrid {
   int width = 1;   // rows of one lane, which share its prefix
@@ -20,7 +20,7 @@ struct AttentionGrid {
   int splits = 1;  // parts of the keys
 };
 
-// Two blocks per SM if the tasks alone do not give that many.
+// Two blocks per SM where the tasks alone do not give that many; few parts, since somebody must add them up.
 [[nodiscard]] constexpr AttentionGrid attention_grid(int num_sms, int rows, int width, int group, int kv_heads) {
   AttentionGrid grid;
   grid.width = width;

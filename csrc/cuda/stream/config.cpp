@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kReservedPerBlock = 1024;  // bytes of an SM's shared memory that each resident block costs besides its own
 constexpr int kMinStages = 2;
+// Left for the small kernels of the chain (merge, select): they must fit beside two matrices, or the prefetch behind them stops.
+constexpr int kSpareShared = 6144;
 
 int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int budget) {
   int stages = kMaxStages;
@@ -38,7 +40,7 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
   config.grid = std::min(device.num_sms, config.row_tiles * problem.segments * config.chunks_per_segment);
 
-  const int shared = device.shared_per_sm / 2 - kReservedPerBlock;
+  const int shared = (device.shared_per_sm - kSpareShared) / 2 - kReservedPerBlock;
   config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, std::min(shared, device.shared_per_block));
   config.two_per_sm = config.stages >= kMinStages;
   if (!config.two_per_sm) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);

@@ -82,7 +82,7 @@ struct GemmConfig {
 
 // Offsets into dynamic shared memory.
 struct SharedLayout {
-  int x = 0;         // [stages][chunk_k / 32][8·token_tiles][32] 16-bit
+  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit
   int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;  // between the warps: halves of K, tiles of logits
   int norms = 0;     // [2 halves of K][tokens] sums of squares, then [segments][tokens] 1 / rms
@@ -107,7 +107,7 @@ struct SharedLayout {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
   at.x = stages * kChunkBytes;
-  at.gamma = at.x + stages * chunk_k * tokens * 2;
+  at.gamma = at.x + stages * chunk_k * p.tokens * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(token_tiles), 16);
   at.sources = at.norms + (p.normed ? (2 + p.segments) * tokens * 4 : 0);

@@ -93,14 +93,15 @@ class Consumer {
     const bool scaled = kNormed && shape_.gamma[segment] != nullptr;
     const std::byte* const weights = shared_ + role_.strip / 4 * (kChunkBytes / G::kRowBlocks) +
                                      (k_block * 4 + role_.strip % 4) * Weights::kPieceBytes;
-    const std::byte* const x = shared_ + at_.x + (k_block * G::kTokens + g) * 64 + q * 16;
+    const std::byte* const x = shared_ + at_.x + (k_block * shape_.tokens + g) * 64 + q * 16;
     const std::byte* const gamma = shared_ + at_.gamma + k_block * 64 + q * 16;
     int chunk = (unit - segment * shape_.chunks_per_segment) % per_tile_;
     for (; unit < end; ++unit, ++chunk) {
       mbar_wait(ring_.full + 8 * at.stage, at.phase);
       const std::byte* const weights_now = weights + at.stage * kChunkBytes;
-      const std::byte* const x_now = x + at.stage * G::kXBytes;
+      const std::byte* const x_now = x + at.stage * ring_.x_bytes;
       const std::byte* const gamma_now = gamma + at.stage * G::kChunkK * 2;
+      // Rows beyond the last token are whatever follows in shared memory: they only reach columns that nobody reads.
       // K is a multiple of 64: a last chunk is whole or half, and of a half one this warp has all its blocks or none.
       if (chunk + 1 < shape_.chunks_per_segment || k_block < last_chunk_blocks) {
 #pragma unroll
@@ -109,10 +110,10 @@ class Consumer {
           Weights::load(weights_now + kb * 4 * Weights::kPieceBytes, role_.lane, a);
           uint4 scale;
           if (kNormed && scaled) scale = *reinterpret_cast<const uint4*>(gamma_now + kb * 64);
-          if (kNormed && role_.strip < kTokenTiles) add_squares(x_now + (kb * G::kTokens + role_.strip * 8) * 64, squares);
+          if (kNormed && role_.strip < kTokenTiles) add_squares(x_now + (kb * shape_.tokens + role_.strip * 8) * 64, squares);
 #pragma unroll
           for (int t = 0; t < kTokenTiles; ++t) {
-            uint4 b = *reinterpret_cast<const uint4*>(x_now + (kb * G::kTokens + t * 8) * 64);
+            uint4 b = *reinterpret_cast<const uint4*>(x_now + (kb * shape_.tokens + t * 8) * 64);
             if (kNormed && scaled) {
               scale_pairs(b.x, scale.x), scale_pairs(b.y, scale.y), scale_pairs(b.z, scale.z), scale_pairs(b.w, scale.w);
             }
@@ -352,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = threadIdx.x % 32;
   const std::uint32_t base = shared_address(shared);
   const std::uint32_t full = base + at.barriers;
-  const Ring ring{base, base + at.x, base + at.gamma, full, full + 8 * shape.stages, shape.stages};
+  const Ring ring{base, base + at.x, base + at.gamma, full, full + 8 * shape.stages, shape.stages, G::kChunkK * shape.tokens * 2};
   const std::uint32_t rows_ready = ring.empty + 8 * shape.stages;
   if (threadIdx.x == kConsumerThreads) {
     for (int stage = 0; stage < shape.stages; ++stage) {

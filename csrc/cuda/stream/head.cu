@@ -156,7 +156,7 @@ struct MergeArgs {
   const bf16* norm;
 };
 
-inline constexpr int kMergeThreads = 256;
+constexpr int kMergeThreads = 128;  // with 32 registers each it fits an SM beside two matrices
 
 // Sum over the block, the same in every thread and every run.
 __device__ float block_sum(float x, float* shared) {
@@ -169,7 +169,7 @@ __device__ float block_sum(float x, float* shared) {
   return sum;
 }
 
-__global__ void __launch_bounds__(kMergeThreads) head_merge(const __grid_constant__ MergeArgs args) {
+__global__ void __launch_bounds__(kMergeThreads, 16) head_merge(const __grid_constant__ MergeArgs args) {
   extern __shared__ std::uint64_t lists[];  // [blocks][topk], then [blocks] how many of each are taken
   __shared__ float sums[kMergeThreads / 32];
   release_dependents();

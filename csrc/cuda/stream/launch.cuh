@@ -8,10 +8,13 @@
 
 namespace eaglex::stream {
 
-// Every kernel of the chain executes griddepcontrol.wait, so all may be launched with the attribute.
+// Every kernel of the chain executes griddepcontrol.wait, so all may be launched with the attribute. All ask for the largest share
+// of shared memory, needed or not: an SM must drain before its split changes, and kernels of two splits never overlap.
 template <class... Parameters, class... Args>
 void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
                     const Args&... args) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "carveout");
+  if (shared_bytes > 0) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "shared memory");
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -34,8 +37,6 @@ template <int kTokenTiles, class Step>
 void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, const GemmShape& shape,
                   const typename Step::Params& params, cudaStream_t stream) {
   auto* const kernel = stream_gemm<Bf16Weights, kTokenTiles, Step>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes), "shared memory");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "carveout");
   const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
   launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape, layout, params);
 }

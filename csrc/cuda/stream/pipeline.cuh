@@ -40,7 +40,6 @@ struct Geometry {
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
   static constexpr int kTokens = 8 * kTokenTiles;
   static constexpr int kRowBlocks = kTileRows / kBlockRows;
-  static constexpr int kXBytes = kChunkK * kTokens * 2;
   static_assert(kWarpKBlocks * kHalves == kKBlocks && kRowWarps * kHalves == kConsumerWarps);
 };
 
@@ -72,6 +71,7 @@ struct Ring {
   std::uint32_t full;
   std::uint32_t empty;
   int stages;
+  int x_bytes;  // of a stage: chunk_k · tokens · 2
 };
 
 // Position in the ring. A producer starts one round ahead: its first waits for an empty stage return at once.
@@ -135,27 +135,41 @@ __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int fi
   }
 }
 
-// `sources` [segments][tokens]: where each token's row of x begins, per segment.
+// `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows in registers:
+// with one warp for all copies of a chunk, a look-up per copy would be slower than the weights.
 template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first, int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kPieces = G::kKBlocks * 4;  // of 16 bytes, per token and chunk
+  constexpr int kPieces = G::kKBlocks * 4;     // of 16 bytes, per token and chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;  // a warp's copies cover whole rows
+  constexpr int kCopies = G::kTokens / kTokensAtOnce;
   const int lane = threadIdx.x % 32;
-  const int k_blocks = shape.k / kKBlock;
+  const int token = lane / kPieces;
+  const int piece = lane % kPieces;
+  const int last_pieces = (shape.k / kKBlock - (shape.chunks_per_segment - 1) * G::kKBlocks) * 4;
+  const std::uint32_t to = ring.x + ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16;
+  const bf16* rows[kCopies];
+  int segment = -1;
   RingPosition at(kProducer);
   Cursor cursor(shape, first);
   for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+    if (cursor.segment != segment) {
+      segment = cursor.segment;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = token + i * kTokensAtOnce;
+        rows[i] = sources[segment * G::kTokens + (row < shape.tokens ? row : 0)] + piece * 8;
+      }
+    }
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
-    const int k_block = cursor.chunk * G::kKBlocks;
-    const int pieces = min(G::kKBlocks, k_blocks - k_block) * 4;
-    const std::uint32_t to = ring.x + at.stage * G::kXBytes;
-    const bf16* const* const rows = sources + cursor.segment * G::kTokens;
-#pragma unroll 4
-    for (int i = lane; i < shape.tokens * kPieces; i += 32) {
-      const int token = i / kPieces;
-      const int piece = i % kPieces;
-      if (piece >= pieces) continue;
-      cp_async_16(to + ((piece / 4) * G::kTokens + token) * 64 + piece % 4 * 16, rows[token] + k_block * kKBlock + piece * 8);
+    const int offset = cursor.chunk * G::kChunkK;
+    if (cursor.chunk + 1 < shape.chunks_per_segment || piece < last_pieces) {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (token + i * kTokensAtOnce < shape.tokens) {
+          cp_async_16(to + at.stage * ring.x_bytes + i * kTokensAtOnce * 64, rows[i] + offset);
+        }
+      }
     }
     mbar_arrive_on_cp_async(ring.full + 8 * at.stage);
   }
