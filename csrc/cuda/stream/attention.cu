@@ -1,8 +1,8 @@
 // attention: softmax(q kᵀ / √D) v over the prefix in the paged pool and the node's ancestors in the scratch.
 // Formula: reference.py attention. Caller: Backend::attention. Bytes: K and V of each lane's prefix once per 16 packed query rows.
-// Mapping: a block per (lane, KV head, 16 packed query rows, part of the keys); its query heads share the keys (GQA). Each of four
-// warps takes every fourth group of 16 keys through its own ring; S and P stay in registers. Parts are combined in a fixed order by
-// whoever is last.
+// Mapping: one block per SM works through items (lane, KV head, 16 packed query rows, part of the keys); query heads share the keys
+// (GQA). Each of four warps takes every fourth group of 16 keys through its own ring; S and P stay in registers. Parts are combined
+// in a fixed order by whoever is last.
 #include <cmath>
 
 #include "core/lane.h"
@@ -13,7 +13,6 @@ namespace eaglex::stream {
 namespace {
 
 constexpr int kKeys = 16;  // of one step of a warp
-constexpr int kRing = 2;
 constexpr int kThreadsOfBlock = kAttentionWarps * 32;
 constexpr int kMaskWords = kMaxSteps * kMaxTopk / 32;
 
@@ -62,6 +61,7 @@ template <int kDim>
 struct Layout {
   static constexpr int kStride = kDim * 2 + 16;  // bytes; an odd number of 16-byte units: ldmatrix without bank conflicts
   static constexpr int kStage = 2 * kKeys * kStride;
+  static constexpr int kRing = kDim <= 128 ? 3 : 2;
   static constexpr int kShared = kAttentionWarps * kRing * kStage;
   static_assert(kShared >= kAttentionWarps * kPackedRows * (kDim + 2) * 4, "the warps' sums reuse the ring");
 };
@@ -185,20 +185,27 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
   const int steps = (keys.total + kKeys - 1) / kKeys;
   const int begin = static_cast<int>(static_cast<std::int64_t>(split) * steps / args.grid.splits) + warp;
   const int end = static_cast<int>(static_cast<std::int64_t>(split + 1) * steps / args.grid.splits);
-  // Rows are looked up one step before they are fetched: two dependent reads would else stand in the way of each step.
-  std::int64_t fetched = row_of(keys, begin < end ? begin * kKeys + lane % kKeys : keys.total);
-  std::int64_t next = row_of(keys, begin + kAttentionWarps < end ? (begin + kAttentionWarps) * kKeys + lane % kKeys : keys.total);
-  if (begin < end) fetch<kDim>(keys, fetched, width, kv_head, ring, lane);
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  int stage = 0;
-  for (int step = begin; step < end; step += kAttentionWarps) {
-    const std::int64_t current = fetched;
-    fetched = next;
-    const int after = step + 2 * kAttentionWarps;
-    if (step + kAttentionWarps < end) fetch<kDim>(keys, fetched, width, kv_head, ring + (stage ^ 1) * Layout<kDim>::kStage, lane);
+  constexpr int kRing = Layout<kDim>::kRing;
+  const auto look_up = [&](int step) { return row_of(keys, step < end ? step * kKeys + lane % kKeys : keys.total); };
+  const auto fetch_step = [&](int step, std::int64_t row, int stage) {
+    if (step < end) fetch<kDim>(keys, row, width, kv_head, ring + stage * Layout<kDim>::kStage, lane);
     asm volatile("cp.async.commit_group;" ::: "memory");
-    next = row_of(keys, after < end ? after * kKeys + lane % kKeys : keys.total);
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  };
+  // Rows are looked up one step before they are fetched: two dependent reads would else stand in the way of each step.
+  std::int64_t rows[kRing];  // of the step at hand and those in flight
+#pragma unroll
+  for (int i = 0; i < kRing; ++i) rows[i] = look_up(begin + i * kAttentionWarps);
+#pragma unroll
+  for (int i = 0; i < kRing - 1; ++i) fetch_step(begin + i * kAttentionWarps, rows[i], i);
+  int stage = 0;
+  int free_stage = kRing - 1;
+  for (int step = begin; step < end; step += kAttentionWarps) {
+    const std::int64_t current = rows[0];
+    fetch_step(step + (kRing - 1) * kAttentionWarps, rows[kRing - 1], free_stage);
+#pragma unroll
+    for (int i = 0; i < kRing - 1; ++i) rows[i] = rows[i + 1];
+    rows[kRing - 1] = look_up(step + kRing * kAttentionWarps);
+    asm volatile("cp.async.wait_group %0;" ::"n"(kRing - 1) : "memory");
     __syncwarp();
 
     const std::uint32_t k_at = ring + stage * Layout<kDim>::kStage;
@@ -225,7 +232,8 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
     }
     running.take(scores, k_at + kKeys * Layout<kDim>::kStride, lane);
     __syncwarp();
-    stage ^= 1;
+    free_stage = stage;
+    stage = stage + 1 == kRing ? 0 : stage + 1;
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -286,75 +294,82 @@ __device__ __forceinline__ void combine(float* first, std::size_t stride, int co
   __syncthreads();
 }
 
+// Lane (g, q)'s sums into the warp's part, whole rows of it.
 template <int kDim>
-__global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid_constant__ AttentionArgs args) {
-  extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::uint32_t visible[kMaxTopk][kMaskWords];
-  __shared__ bool last;
-  release_dependents();
-  wait_for_producers();
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const EngineContext& context = args.context;
-  const DraftBatch& batch = *args.batch;
-  const int split = blockIdx.x;
-  const int kv_head = blockIdx.y;
-  const int pack_index = static_cast<int>(blockIdx.z) % args.grid.packs;
-  const int first_row = static_cast<int>(blockIdx.z) / args.grid.packs * args.grid.width;
-  const int group = context.config.num_heads / context.config.num_kv_heads;
-  const Packing packing{first_row, kv_head * group, group, args.grid.width, args.rows.max_rows, pack_index * kPackedRows};
-
-  const RowPlace place = locate(context, batch, args.rows, first_row);
-  Keys keys;
-  if (place.live) {
-    const bool step = args.rows.pass == Pass::kStep;
-    const int width = context.config.kv_size();
-    const std::int64_t node = static_cast<std::int64_t>(place.lane) * context.speculation.num_scratch_nodes() * width;
-    keys.table = context.kv.req_to_token + batch.req_pool_indices[place.lane] * context.kv.max_context;
-    keys.pool_k = static_cast<const bf16*>(context.kv.k[args.layer]);
-    keys.pool_v = static_cast<const bf16*>(context.kv.v[args.layer]);
-    keys.scratch_k = args.scratch_k + node;
-    keys.scratch_v = args.scratch_v + node;
-    keys.slots = context.kv.num_kv_slots;
-    const std::int64_t prefix = step ? context.lanes.new_len[place.lane] : place.position + 1;
-    keys.prefix = static_cast<int>(prefix < context.kv.max_context ? prefix : context.kv.max_context);
-    keys.total = keys.prefix + (step ? args.rows.step * context.speculation.topk : 0);
-    if (step) {
-      for (int i = threadIdx.x; i < kMaxTopk * kMaskWords; i += kThreadsOfBlock) visible[i / kMaskWords][i % kMaskWords] = 0;
-      __syncthreads();
-      const std::int32_t* const nodes = context.lanes.ancestors[(args.rows.step - 1) % 2];
-      const int steps = context.speculation.num_steps;
-      for (int i = threadIdx.x; i < args.grid.width * args.rows.step; i += kThreadsOfBlock) {
-        const int row = i / args.rows.step;
-        const int seen = nodes[static_cast<std::int64_t>(first_row + row) * steps + i % args.rows.step];
-        atomicOr(&visible[row][seen / 32], 1U << (seen % 32));
-      }
-      __syncthreads();
-    }
-  }
-
-  Running<kDim> running;
-  attend<kDim>(args, packing, keys, visible, kv_head, split, shared_address(shared) + warp * kRing * Layout<kDim>::kStage, warp, lane, running);
-
-  constexpr std::size_t kSlot = attention_slot_floats(kDim);
-  __syncthreads();  // the ring becomes room for the warps' sums
-  float* const warps = reinterpret_cast<float*>(shared);
-  const Part<kDim> mine{warps + warp * kSlot};
+__device__ __forceinline__ void store(const Running<kDim>& running, const Part<kDim>& part, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = lane / 4 + 8 * r;
     float total = running.total[r];
     total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
     total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
-    if (lane % 4 == 0) mine.maximum(row) = running.maximum[r], mine.total(row) = total;
+    if (lane % 4 == 0) part.maximum(row) = running.maximum[r], part.total(row) = total;
 #pragma unroll
     for (int t = 0; t < kDim / 8; ++t) {
-      *reinterpret_cast<float2*>(&mine.sum(row, t * 8 + lane % 4 * 2)) = make_float2(running.sums[t][2 * r], running.sums[t][2 * r + 1]);
+      *reinterpret_cast<float2*>(&part.sum(row, t * 8 + lane % 4 * 2)) = make_float2(running.sums[t][2 * r], running.sums[t][2 * r + 1]);
     }
   }
-  __syncthreads();
+}
 
-  __shared__ float weights[kPackedRows][kMaxSplits + 2];
+// Which nodes of the scratch each row of the lane sees.
+__device__ __forceinline__ void mark_ancestors(const AttentionArgs& args, int first_row, std::uint32_t (*visible)[kMaskWords]) {
+  for (int i = threadIdx.x; i < kMaxTopk * kMaskWords; i += kThreadsOfBlock) visible[i / kMaskWords][i % kMaskWords] = 0;
+  __syncthreads();
+  const std::int32_t* const nodes = args.context.lanes.ancestors[(args.rows.step - 1) % 2];
+  const int steps = args.context.speculation.num_steps;
+  for (int i = threadIdx.x; i < args.grid.width * args.rows.step; i += kThreadsOfBlock) {
+    const int row = i / args.rows.step;
+    const int seen = nodes[static_cast<std::int64_t>(first_row + row) * steps + i % args.rows.step];
+    atomicOr(&visible[row][seen / 32], 1U << (seen % 32));
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBatch& batch, int first_row) {
+  const EngineContext& context = args.context;
+  const RowPlace place = locate(context, batch, args.rows, first_row);
+  Keys keys;
+  if (!place.live) return keys;
+  const bool step = args.rows.pass == Pass::kStep;
+  const std::int64_t node = static_cast<std::int64_t>(place.lane) * context.speculation.num_scratch_nodes() * context.config.kv_size();
+  keys.table = context.kv.req_to_token + batch.req_pool_indices[place.lane] * context.kv.max_context;
+  keys.pool_k = static_cast<const bf16*>(context.kv.k[args.layer]);
+  keys.pool_v = static_cast<const bf16*>(context.kv.v[args.layer]);
+  keys.scratch_k = args.scratch_k + node;
+  keys.scratch_v = args.scratch_v + node;
+  keys.slots = context.kv.num_kv_slots;
+  const std::int64_t prefix = step ? context.lanes.new_len[place.lane] : place.position + 1;
+  keys.prefix = static_cast<int>(prefix < context.kv.max_context ? prefix : context.kv.max_context);
+  keys.total = keys.prefix + (step ? args.rows.step * context.speculation.topk : 0);
+  return keys;
+}
+
+template <int kDim>
+__device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch& batch, int task, int split, std::byte* shared,
+                                     std::uint32_t (*visible)[kMaskWords], float (*weights)[kMaxSplits + 2], bool* last) {
+  const EngineContext& context = args.context;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int kv_heads = context.config.num_kv_heads;
+  const int kv_head = task % kv_heads;
+  const int pack_index = task / kv_heads % args.grid.packs;
+  const int first_row = task / kv_heads / args.grid.packs * args.grid.width;
+  const int group = context.config.num_heads / kv_heads;
+  const Packing packing{first_row, kv_head * group, group, args.grid.width, args.rows.max_rows, pack_index * kPackedRows};
+  const Keys keys = keys_of(args, batch, first_row);
+  if (args.rows.pass == Pass::kStep && keys.total > 0) mark_ancestors(args, first_row, visible);
+
+  constexpr std::size_t kSlot = attention_slot_floats(kDim);
+  float* const warps = reinterpret_cast<float*>(shared);  // the ring becomes room for the warps' sums
+  {
+    Running<kDim> running;
+    const std::uint32_t ring = shared_address(shared) + warp * Layout<kDim>::kRing * Layout<kDim>::kStage;
+    attend<kDim>(args, packing, keys, visible, kv_head, split, ring, warp, lane, running);
+    __syncthreads();
+    store(running, Part<kDim>{warps + warp * kSlot}, lane);
+    __syncthreads();
+  }
+
   const int used = min(kPackedRows, packing.width * packing.group - packing.offset);
   const auto write = [&](int p, int dim, const float4& sum, float, float total) {
     int row;
@@ -366,7 +381,6 @@ __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid
   };
   if (args.grid.splits == 1) return combine<kDim, Where::kShared>(warps, kSlot, kAttentionWarps, used, weights, write);
 
-  const int task = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
   float* const first = args.partials + static_cast<std::size_t>(task) * args.grid.splits * kSlot;
   const Part<kDim> part{first + split * kSlot};
   combine<kDim, Where::kShared>(warps, kSlot, kAttentionWarps, used, weights, [&](int row, int dim, const float4& sum, float maximum, float total) {
@@ -375,17 +389,33 @@ __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid
   });
   if (threadIdx.x == 0) {
     const auto others = static_cast<std::uint32_t>(args.grid.splits - 1);
-    last = increment_wrapping(args.counters + task, others) == others;
+    *last = increment_wrapping(args.counters + task, others) == others;
   }
   __syncthreads();
-  if (last) combine<kDim, Where::kGlobal>(first, kSlot, args.grid.splits, used, weights, write);
+  if (*last) combine<kDim, Where::kGlobal>(first, kSlot, args.grid.splits, used, weights, write);
+  __syncthreads();  // `last` and the ring serve the next item
+}
+
+template <int kDim>
+__global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid_constant__ AttentionArgs args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ std::uint32_t visible[kMaxTopk][kMaskWords];
+  __shared__ float weights[kPackedRows][kMaxSplits + 2];
+  __shared__ bool last;
+  release_dependents();
+  wait_for_producers();
+  const DraftBatch& batch = *args.batch;
+  for (int item = blockIdx.x; item < args.grid.tasks * args.grid.splits; item += gridDim.x) {
+    work<kDim>(args, batch, item / args.grid.splits, item % args.grid.splits, shared, visible, weights, &last);
+  }
 }
 
 template <int kDim>
 void launch(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(args.grid.splits), static_cast<unsigned>(args.context.config.num_kv_heads),
-                  static_cast<unsigned>(args.grid.lanes * args.grid.packs));
-  launch_chained(plan, attention_kernel<kDim>, grid, kThreadsOfBlock, Layout<kDim>::kShared, stream, args);
+  constexpr int kStatic = 2048;  // masks and weights
+  const int shared = std::min(std::max(Layout<kDim>::kShared, slot_bytes(plan.device, Slot::kWide) - kStatic), plan.device.shared_per_block - kStatic);
+  expect(shared >= Layout<kDim>::kShared, ErrorCode::kConfig, "shared_per_block", Layout<kDim>::kShared + kStatic, plan.device.shared_per_block);
+  launch_chained(plan, attention_kernel<kDim>, dim3(static_cast<unsigned>(plan.device.num_sms)), kThreadsOfBlock, shared, stream, args);
 }
 
 }  // namespace

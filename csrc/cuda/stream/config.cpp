@@ -8,10 +8,7 @@
 namespace eaglex::stream {
 namespace {
 
-constexpr int kReservedPerBlock = 1024;  // bytes of an SM's shared memory that each resident block costs besides its own
 constexpr int kMinStages = 2;
-// Left for the small kernels of the chain (merge, select): they must fit beside two matrices, or the prefetch behind them stops.
-constexpr int kSpareShared = 6144;
 
 int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int budget) {
   int stages = kMaxStages;
@@ -40,14 +37,14 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
   config.grid = std::min(device.num_sms, config.row_tiles * problem.segments * config.chunks_per_segment);
 
-  const int shared = (device.shared_per_sm - kSpareShared) / 2 - kReservedPerBlock;
-  config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, std::min(shared, device.shared_per_block));
-  config.two_per_sm = config.stages >= kMinStages;
-  if (!config.two_per_sm) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);
+  const int slot = std::min(slot_bytes(device, problem.slot), device.shared_per_block);
+  config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, slot);
+  config.in_slot = config.stages >= kMinStages;
+  if (!config.in_slot) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);
   expect(config.stages >= kMinStages, ErrorCode::kConfig, "shared_per_block",
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
-  config.shared_bytes = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total;
+  config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
   return config;
 }
 

@@ -43,6 +43,19 @@ struct DeviceLimits {
   int compute_capability = 0;  // 90 for sm_90
 };
 
+// Which part of an SM's shared memory a kernel of the chain takes. PDL places the next kernel's blocks wherever there is room as the
+// last one's leave; two blocks of one kernel on an SM, and none on another, would halve its speed, and stay so down the chain. So
+// kernels alternate: of the wide ones an SM holds one (it is more than half), and beside it one narrow one and a small one.
+//   qkv narrow, attention wide, o_proj narrow, gate_up wide, down narrow, head wide; merge, select and the like are small.
+enum class Slot : std::uint8_t { kWide, kNarrow };
+inline constexpr int kReservedPerBlock = 1024;  // bytes that a resident block costs besides its own
+inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
+
+[[nodiscard]] constexpr int slot_bytes(const DeviceLimits& device, Slot slot) {
+  const int wide = device.shared_per_sm / 2 + 512 - kReservedPerBlock;
+  return slot == Slot::kWide ? wide : device.shared_per_sm - wide - kSmallKernelBytes - 3 * kReservedPerBlock;
+}
+
 // Rows of W per tile: more rows read the activations less often, fewer spread a small matrix more evenly.
 [[nodiscard]] constexpr int tile_rows_for(int token_tiles) { return token_tiles <= 2 ? 64 : 128; }
 
@@ -52,6 +65,7 @@ struct GemmProblem {
   int segments = 1;
   int tokens = 0;    // M
   bool normed = false;
+  Slot slot = Slot::kNarrow;
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
@@ -65,8 +79,8 @@ struct GemmConfig {
   int chunks_per_segment = 0;
   int grid = 0;
   int stages = 0;
-  int shared_bytes = 0;
-  bool two_per_sm = false;  // two consecutive kernels fit an SM together: without that PDL prefetches nothing
+  int shared_bytes = 0;  // the whole slot, needed or not
+  bool in_slot = false;  // fits its slot; if not, it still runs, but nothing is prefetched beside it
 };
 
 // Throws ErrorCode::kConfig where the problem cannot be streamed at all.

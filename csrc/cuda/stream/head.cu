@@ -43,6 +43,7 @@ struct TokenState {
 };
 
 struct HeadStep : PlainStep {
+  static constexpr Slot kSlot = Slot::kWide;
   static constexpr bool kNormed = true;
   static constexpr int kStateBytes = 8 * sizeof(TokenState);
   struct Params {

@@ -30,7 +30,7 @@ void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 
 
 template <class Step>
 [[nodiscard]] GemmProblem problem_of(int rows, int k, int segments, int tokens) {
-  return {rows, k, segments, tokens, Step::kNormed, Bf16Weights::kBits, static_cast<int>(sizeof(typename Step::RowInfo)), Step::kStateBytes};
+  return {rows, k, segments, tokens, Step::kNormed, Step::kSlot, Bf16Weights::kBits, static_cast<int>(sizeof(typename Step::RowInfo)), Step::kStateBytes};
 }
 
 template <int kTokenTiles, class Step>

@@ -23,6 +23,7 @@ __device__ __forceinline__ float2 turn_of(float angle) {
 }
 
 struct QkvStep : PlainStep {
+  static constexpr Slot kSlot = Slot::kNarrow;
   static constexpr bool kNormed = true;
   struct Params {
     EngineContext context;
