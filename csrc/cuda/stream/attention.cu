@@ -5,9 +5,9 @@
 // in a fixed order by whoever is last.
 #include <cmath>
 
-#include "core/lane.h"
 #include "cuda/stream/attention.h"
 #include "cuda/stream/launch.cuh"
+#include "cuda/stream/place.cuh"
 
 namespace eaglex::stream {
 namespace {
@@ -327,6 +327,9 @@ __device__ __forceinline__ void mark_ancestors(const AttentionArgs& args, int fi
 
 __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBatch& batch, int first_row) {
   const EngineContext& context = args.context;
+  touch_place(context, args.batch, args.rows, first_row);
+  touch(context.kv.k + args.layer);
+  touch(context.kv.v + args.layer);
   const RowPlace place = locate(context, batch, args.rows, first_row);
   Keys keys;
   if (!place.live) return keys;

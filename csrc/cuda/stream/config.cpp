@@ -35,7 +35,9 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   config.chunk_k = kChunkBytes * 8 / problem.weight_bits / config.tile_rows;
   config.row_tiles = (problem.rows + config.tile_rows - 1) / config.tile_rows;
   config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
-  config.grid = std::min(device.num_sms, config.row_tiles * problem.segments * config.chunks_per_segment);
+  const int units = config.row_tiles * problem.segments * config.chunks_per_segment;
+  config.grid = std::min(device.num_sms, units);
+  config.split = split_of(units, config.grid);
 
   const int slot = std::min(slot_bytes(device, problem.slot), device.shared_per_block);
   config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, slot);

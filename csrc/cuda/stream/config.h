@@ -59,6 +59,22 @@ inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
 // Rows of W per tile: more rows read the activations less often, fewer spread a small matrix more evenly.
 [[nodiscard]] constexpr int tile_rows_for(int token_tiles) { return token_tiles <= 2 ? 64 : 128; }
 
+// How units (chunks) are dealt to blocks: in order, `share` each and one more to the first `extra`. No division but for block_of,
+// since the epilogue of every tile asks, and while it computes nobody multiplies.
+struct Split {
+  int share = 0;
+  int extra = 0;
+
+  [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int first(int block) const { return block * share + (block < extra ? block : extra); }
+  // The block that works on `unit`.
+  [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int block_of(int unit) const {
+    const int in_larger = extra * (share + 1);
+    return unit < in_larger ? unit / (share + 1) : extra + (unit - in_larger) / share;
+  }
+};
+
+[[nodiscard]] constexpr Split split_of(int units, int grid) { return {units / grid, units % grid}; }
+
 struct GemmProblem {
   int rows = 0;      // N
   int k = 0;         // of one segment
@@ -78,6 +94,7 @@ struct GemmConfig {
   int row_tiles = 0;
   int chunks_per_segment = 0;
   int grid = 0;
+  Split split;  // of all chunks over the grid
   int stages = 0;
   int shared_bytes = 0;  // the whole slot, needed or not
   bool in_slot = false;  // fits its slot; if not, it still runs, but nothing is prefetched beside it
@@ -130,16 +147,6 @@ struct SharedLayout {
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
   at.total = at.barriers + 8 * (2 * stages + 2);
   return at;
-}
-
-// Units (chunks) of block `index` of `grid`: [first, first of the next).
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int first_unit(int index, int grid, int units) {
-  return static_cast<int>(static_cast<long long>(index) * units / grid);
-}
-
-// The block that works on `unit`: the inverse of first_unit.
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int block_of(int unit, int grid, int units) {
-  return static_cast<int>((static_cast<long long>(unit + 1) * grid - 1) / units);
 }
 
 }  // namespace eaglex::stream

@@ -35,17 +35,18 @@ const NamedDevice kDevices[] = {{"A100", {108, 164 << 10, 163 << 10, 80}},
 void check_split() {
   for (const int grid : {1, 3, 108, 132, 188}) {
     for (const int units : {188, 189, 500, 16000, 286720}) {
+      const Split split = split_of(units, grid);
       int covered = 0;
       for (int block = 0; block < grid; ++block) {
-        const int begin = first_unit(block, grid, units);
-        const int end = first_unit(block + 1, grid, units);
-        require(begin == covered && end - begin <= units / grid + 1, "first_unit splits evenly without gaps");
+        const int begin = split.first(block);
+        const int end = split.first(block + 1);
+        require(begin == covered && end - begin <= units / grid + 1, "the split is even and without gaps");
         covered = end;
         for (int unit = begin; unit < end; ++unit) {
-          if (block_of(unit, grid, units) != block) return require(false, "block_of is the inverse of first_unit");
+          if (split.block_of(unit) != block) return require(false, "block_of is the inverse of first");
         }
       }
-      require(covered == units, "first_unit covers all units");
+      require(covered == units, "the split covers all units");
     }
   }
 }

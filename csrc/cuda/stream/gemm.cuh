@@ -54,12 +54,11 @@ class Consumer {
     role_.strip = role_.warp / G::kHalves;
     role_.half = role_.warp % G::kHalves;
     per_tile_ = shape.segments * shape.chunks_per_segment;
-    units_ = shape.row_tiles * per_tile_;
   }
 
   __device__ void run() {
-    const int first = first_unit(blockIdx.x, gridDim.x, units_);
-    const int last = first_unit(blockIdx.x + 1, gridDim.x, units_);
+    const int first = shape_.split.first(blockIdx.x);
+    const int last = shape_.split.first(blockIdx.x + 1);
     Step::template begin<kTokenTiles>(shared_ + at_.state);
     RingPosition at(kConsumer);
     for (int unit = first; unit < last;) {
@@ -184,7 +183,7 @@ class Consumer {
 
   // A block shares at most two tiles with others: slot 0 is for the tile in which its range begins, 1 for any later one.
   __device__ __forceinline__ float4* slot(int block, int tile, int segment) const {
-    const int which = first_unit(block, gridDim.x, units_) / per_tile_ == tile ? 0 : 1;
+    const int which = shape_.split.first(block) >= tile * per_tile_ ? 0 : 1;
     return shape_.partials + (static_cast<std::int64_t>(block * 2 + which) * shape_.segments + segment) * kSlot;
   }
 
@@ -203,7 +202,7 @@ class Consumer {
   // Whether block `block` has chunks of this segment of the tile.
   __device__ __forceinline__ bool contributes(int block, int tile, int segment) const {
     const int begin = tile * per_tile_ + segment * shape_.chunks_per_segment;
-    return first_unit(block, gridDim.x, units_) < begin + shape_.chunks_per_segment && first_unit(block + 1, gridDim.x, units_) > begin;
+    return shape_.split.first(block) < begin + shape_.chunks_per_segment && shape_.split.first(block + 1) > begin;
   }
 
   // Brings the tile's whole sum into `acc` if it falls to this block; publishes this block's part and returns false if not.
@@ -212,9 +211,11 @@ class Consumer {
     const bool whole = piece_begin == begin && piece_end == begin + per_tile_;
     int in_registers = segment;
     bool valid = true;
-    const int first = block_of(begin, gridDim.x, units_);
-    const int last = block_of(begin + per_tile_ - 1, gridDim.x, units_);
+    int first = blockIdx.x;
+    int last = blockIdx.x;
     if (!whole) {
+      first = shape_.split.block_of(begin);
+      last = shape_.split.block_of(begin + per_tile_ - 1);
       volatile int* const flag = reinterpret_cast<int*>(shared_ + at_.barriers + 8 * (2 * ring_.stages + 1));
       std::uint32_t* const counter = shape_.counters + tile;
       const bool owner = shape_.reduction == Reduction::kOwner;
@@ -232,6 +233,7 @@ class Consumer {
         if (!mine) return false;
         in_registers = -1;
       } else {
+        Step::template touch_inputs<kTokenTiles>(params_, view_of(tile));
         if (threadIdx.x == 0) *flag = wait_for(counter, last - first);
         consumer_barrier();
         valid = *flag != 0;
@@ -319,8 +321,7 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void epilogue(int tile, const float (&acc)[kTokenTiles][4]) {
-    mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there; passes at once ever after
+  __device__ __forceinline__ TileView<typename Step::RowInfo> view_of(int tile) const {
     TileView<typename Step::RowInfo> view;
     view.role = role_;
     view.role.lane = opaque_lane();
@@ -329,7 +330,12 @@ class Consumer {
     view.rows = reinterpret_cast<const typename Step::RowInfo*>(shared_ + at_.row_info);
     view.exchange = reinterpret_cast<float*>(exchange());
     view.state = shared_ + at_.state;
-    Step::template tile<kTokenTiles>(params_, view, acc);
+    return view;
+  }
+
+  __device__ __forceinline__ void epilogue(int tile, const float (&acc)[kTokenTiles][4]) {
+    mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there; passes at once ever after
+    Step::template tile<kTokenTiles>(params_, view_of(tile), acc);
   }
 
   const GemmShape& shape_;
@@ -339,7 +345,6 @@ class Consumer {
   const SharedLayout& at_;
   WarpRole role_;
   int per_tile_;
-  int units_;
 };
 
 template <class Weights, int kTokenTiles, class Step>
@@ -365,9 +370,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
 
-  const int units = shape.row_tiles * shape.segments * shape.chunks_per_segment;
-  const int first = first_unit(blockIdx.x, gridDim.x, units);
-  const int last = first_unit(blockIdx.x + 1, gridDim.x, units);
+  const int first = shape.split.first(blockIdx.x);
+  const int last = shape.split.first(blockIdx.x + 1);
   if (warp == kConsumerWarps) {
     produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
     wait_for_producers();

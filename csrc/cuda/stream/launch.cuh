@@ -61,6 +61,7 @@ int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_ro
   shape.row_tiles = config.row_tiles;
   shape.chunks_per_segment = config.chunks_per_segment;
   shape.stages = config.stages;
+  shape.split = config.split;
   shape.reduction = plan.reduction;
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
@@ -97,6 +98,8 @@ struct PlainStep {
   __device__ static void begin(std::byte*) {}
   template <int kTokenTiles>
   __device__ static void end(const auto&, const WarpRole&, int, std::byte*) {}
+  template <int kTokenTiles>
+  __device__ static void touch_inputs(const auto&, const auto&) {}
   template <int kTokenTiles>
   __device__ static void beside(const auto&, const bf16* const*, int, int) {}
 };

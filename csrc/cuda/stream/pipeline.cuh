@@ -23,6 +23,7 @@ struct GemmShape {
   int row_tiles = 0;
   int chunks_per_segment = 0;
   int stages = 0;
+  Split split;
   Reduction reduction = Reduction::kOwner;
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()

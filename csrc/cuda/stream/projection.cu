@@ -21,6 +21,16 @@ struct ProjectionStep : PlainStep {
     *source = params.x + static_cast<std::int64_t>(token) * params.k;
   }
 
+  // Before the block waits for the sums of others.
+  template <int kTokenTiles>
+  __device__ static __forceinline__ void touch_inputs(const Params& params, const TileView<RowInfo>& view) {
+    if (view.role.half != 0) return;
+    const int row = view.tile_row + view.role.strip * kStripRows;  // its 16 elements are one sector
+    for (int token = view.role.lane; token < view.tokens && row < params.rows; token += 32) {
+      touch(params.residual + static_cast<std::int64_t>(token) * params.rows + row);
+    }
+  }
+
   template <int kTokenTiles>
   __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view, const float (&acc)[kTokenTiles][4]) {
     if (view.role.half != 0) return;

@@ -2,8 +2,8 @@
 // Caller: Backend::qkv.    Bytes: the three matrices once (or those of QkvParts), one embedding row per token.
 // Mapping: gemm.cuh over tiles in RowOrder::kRotary: a thread holds both dims that RoPE turns together; K is [embedding | hidden],
 // a segment with a norm each. The activation warp finds each row's token, source, position and KV slot.
-#include "core/lane.h"
 #include "cuda/stream/launch.cuh"
+#include "cuda/stream/place.cuh"
 
 namespace eaglex::stream {
 namespace {
@@ -55,6 +55,7 @@ struct QkvStep : PlainStep {
   __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
     const EngineContext& context = params.context;
     const DraftBatch& batch = *params.batch;
+    touch_place(context, params.batch, params.rows_of_pass, token);
     const RowPlace place = eaglex::locate(context, batch, params.rows_of_pass, token);
     const int hidden_size = context.config.hidden_size;
     const bf16* embedding = params.idle_row;
