@@ -156,8 +156,8 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   verdict.require(sound, "head");
 }
 
-// softmax(q kᵀ / √D) v over the prefix in the pool and the node's own scratch row, from q, scratch and pool as they are.
-inline void check_attention(const Model& m, int tokens, Verdict& verdict) {
+// softmax(q kᵀ / √D) v over the prefix in the pool and, in a step, the node's own scratch row; q, scratch and pool as they are.
+inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verdict) {
   const Shape& s = m.shape;
   const int topk = m.context.speculation.topk;
   const int nodes = m.context.speculation.num_scratch_nodes();
@@ -191,7 +191,7 @@ inline void check_attention(const Model& m, int tokens, Verdict& verdict) {
           const std::int32_t slot = table[Model::size(requests[Model::size(lane)] * Model::kContext + p)];
           if (slot >= 0) see(pool_k, pool_v, slot);
         }
-        see(k, v, static_cast<std::int64_t>(lane) * nodes + t % topk);
+        if (pass == Pass::kStep) see(k, v, static_cast<std::int64_t>(lane) * nodes + t % topk);
         for (int i = 0; i < s.head_dim; ++i) {
           double value = 0;
           for (std::size_t j = 0; j < values.size(); ++j) value += weights[j] * values[j][i];

@@ -5,7 +5,7 @@
 //   steps check | small | time
 //
 // `time`: µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the L2 cache.
-#include "check.cuh"
+#include "check_extend.cuh"
 #include "timing.cuh"
 
 namespace eaglex::bench {
@@ -41,7 +41,8 @@ void poison(const Model& m, cudaStream_t stream) {
   };
   fill(m.q), fill(m.attention), fill(m.residual), fill(m.middle), fill(m.act), fill(m.hidden), fill(m.scratch_k), fill(m.scratch_v);
   fill(m.top_ids), fill(m.top_scores);
-  stream::check(cudaMemsetAsync(m.plan.partials, 0xFF, 1 << 20, stream), "poison");
+  const auto partials = static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.plan.counters) - m.plan.partials);  // they lie in this order
+  stream::check(cudaMemsetAsync(m.plan.partials, 0xFF, partials, stream), "poison");
 }
 
 struct Outputs {
@@ -109,11 +110,22 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       step(m, rows, stream);
       stream::check(cudaStreamSynchronize(stream), "step");
       check_qkv(m, rows, verdict);
-      if (m.shape.hidden <= 512 || rows <= 4) check_attention(m, rows, verdict);
+      if (m.shape.hidden <= 512 || rows <= 4) check_attention(m, Pass::kStep, rows, verdict);
       check_projection("o_proj", m.o_proj, m.attention, m.residual, m.middle, rows, verdict);
       check_gate_up(m, rows, verdict);
       check_projection("down", m.down, m.act, m.middle, m.hidden, rows, verdict);
       check_head(m, rows, verdict);
+      if (topk == 1) {
+        check_fuse(m, rows, stream, verdict);
+        check_extend_qkv(m, rows, stream, verdict);
+        if (m.shape.hidden <= 512 || rows <= 4) {
+          const AttentionParams params{{Pass::kExtendLast, 0, rows}, 0, m.q.get(), nullptr, nullptr, m.attention.get()};
+          stream::launch_attention(m.plan, params, m.context, m.batch.get(), stream);
+          synchronize(stream);
+          check_attention(m, Pass::kExtendLast, rows, verdict);
+        }
+      }
+      check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {
         std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk, reduction == stream::Reduction::kOwner ? "owner" : "last arriver");
       }
