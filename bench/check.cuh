@@ -46,8 +46,10 @@ inline Floats plain_qkv(const Model& m, int tokens, bool round) {
   const Floats hn = plain_norm(h, tokens, floats_of(m.hidden_norm, Model::size(s.hidden)), round);
   Floats x;
   for (int t = 0; t < tokens; ++t) {
-    x.insert(x.end(), en.begin() + static_cast<std::int64_t>(t) * s.hidden, en.begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
-    x.insert(x.end(), hn.begin() + static_cast<std::int64_t>(t) * s.hidden, hn.begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
+    x.insert(x.end(), en.begin() + static_cast<std::int64_t>(t) * s.hidden,
+             en.begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
+    x.insert(x.end(), hn.begin() + static_cast<std::int64_t>(t) * s.hidden,
+             hn.begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
   }
   Floats y = plain_linear(x, tokens, m.qkv, round);
   const Floats inv_freq = m.inv_freq.host();
@@ -55,7 +57,8 @@ inline Floats plain_qkv(const Model& m, int tokens, bool round) {
   const int width = (s.heads + 2 * s.kv_heads) * s.head_dim;
   for (int t = 0; t < tokens; ++t) {
     for (int head = 0; head < s.heads + s.kv_heads; ++head) {
-      plain_rope(y.data() + static_cast<std::int64_t>(t) * width + head * s.head_dim, static_cast<float>(lens[Model::size(t / topk)]), s, inv_freq, round);
+      plain_rope(y.data() + static_cast<std::int64_t>(t) * width + head * s.head_dim,
+                 static_cast<float>(lens[Model::size(t / topk)]), s, inv_freq, round);
     }
   }
   return y;
@@ -93,8 +96,8 @@ inline void check_qkv(const Model& m, int tokens, Verdict& verdict) {
                   "residual");
 }
 
-inline void check_projection(const char* what, const Matrix& matrix, const Buffer<bf16>& x, const Buffer<bf16>& residual, const Buffer<bf16>& out,
-                             int tokens, Verdict& verdict) {
+inline void check_projection(const char* what, const Matrix& matrix, const Buffer<bf16>& x,
+                             const Buffer<bf16>& residual, const Buffer<bf16>& out, int tokens, Verdict& verdict) {
   const auto n = Model::size(matrix.linear.parts[0].shape[0]);
   const auto k = Model::size(matrix.linear.parts[0].shape[1]);
   verdict.take(what, floats_of(out, Model::size(tokens) * n), [&](bool round) {
@@ -108,13 +111,15 @@ inline void check_projection(const char* what, const Matrix& matrix, const Buffe
 inline void check_gate_up(const Model& m, int tokens, Verdict& verdict) {
   const auto inter = Model::size(m.shape.intermediate);
   verdict.take("gate_up", floats_of(m.act, Model::size(tokens) * inter), [&](bool round) {
-    const Floats x = plain_norm(floats_of(m.middle, Model::size(tokens) * m.shape.hidden), tokens, floats_of(m.post_norm, Model::size(m.shape.hidden)), round);
+    const Floats x = plain_norm(floats_of(m.middle, Model::size(tokens) * m.shape.hidden), tokens,
+                                floats_of(m.post_norm, Model::size(m.shape.hidden)), round);
     const Floats y = plain_linear(x, tokens, m.gate_up, round);
     Floats out(Model::size(tokens) * inter);
     for (std::size_t t = 0; t < Model::size(tokens); ++t) {
       for (std::size_t i = 0; i < inter; ++i) {
         const float gate = y[t * 2 * inter + i];
-        out[t * inter + i] = maybe_rounded(maybe_rounded(gate / (1 + std::exp(-gate)), round) * y[t * 2 * inter + inter + i], round);
+        out[t * inter + i] =
+            maybe_rounded(maybe_rounded(gate / (1 + std::exp(-gate)), round) * y[t * 2 * inter + inter + i], round);
       }
     }
     return out;
@@ -132,7 +137,8 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   const std::vector<std::int32_t> ids = m.top_ids.host();
   const Floats scores = m.top_scores.host();
   double difference = 0;
-  for (std::size_t i = 0; i < exact.size(); ++i) difference += (static_cast<double>(exact[i]) - round[i]) * (static_cast<double>(exact[i]) - round[i]);
+  for (std::size_t i = 0; i < exact.size(); ++i)
+    difference += (static_cast<double>(exact[i]) - round[i]) * (static_cast<double>(exact[i]) - round[i]);
   const float slack = 8 * static_cast<float>(std::sqrt(difference / static_cast<double>(exact.size())));
   bool sound = true;
   for (std::size_t t = 0; t < Model::size(tokens); ++t) {
@@ -145,10 +151,12 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
     for (std::size_t rank = 0; rank < topk; ++rank) {
       const std::int32_t id = ids[t * topk + rank];
       const float score = scores[t * topk + rank];
-      const bool right = id >= 0 && static_cast<std::size_t>(id) < vocab && std::abs(logits[id] - sorted[rank]) <= slack &&
-                         std::abs(score - (logits[id] - log_sum)) <= slack && (rank == 0 || score <= scores[t * topk + rank - 1]);
+      const bool right =
+          id >= 0 && static_cast<std::size_t>(id) < vocab && std::abs(logits[id] - sorted[rank]) <= slack &&
+          std::abs(score - (logits[id] - log_sum)) <= slack && (rank == 0 || score <= scores[t * topk + rank - 1]);
       if (!right && sound) {
-        std::printf("  head: token %zu rank %zu id %d score %.5f, expected about %.5f (slack %.1e)\n", t, rank, id, score, sorted[rank] - log_sum, slack);
+        std::printf("  head: token %zu rank %zu id %d score %.5f, expected about %.5f (slack %.1e)\n", t, rank, id,
+                    score, sorted[rank] - log_sum, slack);
       }
       sound = sound && right;
     }
@@ -156,7 +164,8 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   verdict.require(sound, "head");
 }
 
-// softmax(q kᵀ / √D) v over the prefix in the pool and, in a step, the node's own scratch row; q, scratch and pool as they are.
+// softmax(q kᵀ / √D) v over the prefix in the pool and, in a step, the node's own scratch row; q, scratch and pool as
+// they are.
 inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verdict) {
   const Shape& s = m.shape;
   const int topk = m.context.speculation.topk;
@@ -182,7 +191,8 @@ inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verd
         double sum = 0;
         const auto see = [&](const Floats& keys, const Floats& vals, std::int64_t row) {
           double score = 0;
-          for (int i = 0; i < s.head_dim; ++i) score += static_cast<double>(query[i]) * keys[Model::size(row * kv_width + kv_head * s.head_dim + i)];
+          for (int i = 0; i < s.head_dim; ++i)
+            score += static_cast<double>(query[i]) * keys[Model::size(row * kv_width + kv_head * s.head_dim + i)];
           weights.push_back(std::exp(score / std::sqrt(s.head_dim)));
           values.push_back(vals.data() + row * kv_width + kv_head * s.head_dim);
           sum += weights.back();
@@ -195,7 +205,8 @@ inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verd
         for (int i = 0; i < s.head_dim; ++i) {
           double value = 0;
           for (std::size_t j = 0; j < values.size(); ++j) value += weights[j] * values[j][i];
-          out[(Model::size(t) * s.heads + Model::size(head)) * s.head_dim + Model::size(i)] = maybe_rounded(static_cast<float>(value / sum), round);
+          out[(Model::size(t) * s.heads + Model::size(head)) * s.head_dim + Model::size(i)] =
+              maybe_rounded(static_cast<float>(value / sum), round);
         }
       }
     }

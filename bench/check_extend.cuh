@@ -5,16 +5,21 @@
 
 namespace eaglex::bench {
 
-inline void synchronize(cudaStream_t stream) { stream::check(cudaStreamSynchronize(stream), "extend"); }
+inline void synchronize(cudaStream_t stream) {
+  stream::check(cudaStreamSynchronize(stream), "extend");
+}
 
 inline Floats plain_norm_parts(const Floats& x, int tokens, const Floats& gamma, int parts, bool round) {
   const std::size_t width = gamma.size() / static_cast<std::size_t>(parts);
   Floats out(x.size());
   for (int p = 0; p < parts; ++p) {
     const int from = p * static_cast<int>(width);
-    const Floats piece = plain_norm(columns(x, tokens, static_cast<int>(gamma.size()), from, static_cast<int>(width)), tokens,
-                                    Floats(gamma.begin() + from, gamma.begin() + from + static_cast<std::int64_t>(width)), round);
-    for (std::size_t t = 0; t < Model::size(tokens); ++t) std::copy_n(piece.begin() + static_cast<std::int64_t>(t * width), width, out.begin() + static_cast<std::int64_t>(t * gamma.size()) + from);
+    const Floats piece =
+        plain_norm(columns(x, tokens, static_cast<int>(gamma.size()), from, static_cast<int>(width)), tokens,
+                   Floats(gamma.begin() + from, gamma.begin() + from + static_cast<std::int64_t>(width)), round);
+    for (std::size_t t = 0; t < Model::size(tokens); ++t)
+      std::copy_n(piece.begin() + static_cast<std::int64_t>(t * width), width,
+                  out.begin() + static_cast<std::int64_t>(t * gamma.size()) + from);
   }
   return out;
 }
@@ -28,12 +33,14 @@ inline void check_fuse(Model& m, int tokens, cudaStream_t stream, Verdict& verdi
       norms[i] = view_of(m.aux_norm, 0, kind == AuxNorm::kWhole ? width : m.shape.hidden);
       norms[i].data = m.aux_norm.get() + (kind == AuxNorm::kWhole ? 0 : i * m.shape.hidden);
     }
-    stream::launch_fuse(m.plan, {{Pass::kExtendAll, 0, tokens}, m.fc.linear, norms, m.hidden.get()}, m.context, m.batch.get(), stream);
+    stream::launch_fuse(m.plan, {{Pass::kExtendAll, 0, tokens}, m.fc.linear, norms, m.hidden.get()}, m.context,
+                        m.batch.get(), stream);
     synchronize(stream);
     verdict.take("fuse", floats_of(m.hidden, Model::size(tokens) * m.shape.hidden), [&](bool round) {
       Floats x = floats_of(m.aux, Model::size(tokens) * width);
       const Floats gamma = floats_of(m.aux_norm, Model::size(width));
-      if (kind != AuxNorm::kNone) x = plain_norm_parts(x, tokens, gamma, kind == AuxNorm::kWhole ? 1 : Model::kNumAux, round);
+      if (kind != AuxNorm::kNone)
+        x = plain_norm_parts(x, tokens, gamma, kind == AuxNorm::kWhole ? 1 : Model::kNumAux, round);
       return plain_linear(x, tokens, m.fc, round);
     });
   }
@@ -45,31 +52,37 @@ inline Floats plain_extend_qkv(const Model& m, int tokens, bool embedding_normed
   const Shape& s = m.shape;
   const std::vector<std::int64_t> ids = m.input_ids.host();
   const std::vector<std::int64_t> before = m.seq_lens.host();
-  const Floats hidden = plain_norm(floats_of(m.hidden_in, Model::size(tokens) * s.hidden), tokens, floats_of(m.hidden_norm, Model::size(s.hidden)), round);
+  const Floats hidden = plain_norm(floats_of(m.hidden_in, Model::size(tokens) * s.hidden), tokens,
+                                   floats_of(m.hidden_norm, Model::size(s.hidden)), round);
   Floats e = gather_rows(floats_of(m.embed, m.embed.size()), ids, tokens, s.hidden);
   if (embedding_normed) e = plain_norm(e, tokens, floats_of(m.input_norm, Model::size(s.hidden)), round);
   Floats x;
   for (int t = 0; t < tokens; ++t) {
-    for (const Floats* const part : {static_cast<const Floats*>(&e), &hidden}) x.insert(x.end(), part->begin() + static_cast<std::int64_t>(t) * s.hidden, part->begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
+    for (const Floats* const part : {static_cast<const Floats*>(&e), &hidden})
+      x.insert(x.end(), part->begin() + static_cast<std::int64_t>(t) * s.hidden,
+               part->begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
   }
   Floats y = plain_linear(x, tokens, m.qkv, round);
   const Floats inv_freq = m.inv_freq.host();
   const int width = (s.heads + 2 * s.kv_heads) * s.head_dim;
   for (int t = 0; t < tokens; ++t) {
     for (int head = 0; head < s.heads + s.kv_heads; ++head) {
-      plain_rope(y.data() + static_cast<std::int64_t>(t) * width + head * s.head_dim, static_cast<float>(before[Model::size(t)]), s, inv_freq, round);
+      plain_rope(y.data() + static_cast<std::int64_t>(t) * width + head * s.head_dim,
+                 static_cast<float>(before[Model::size(t)]), s, inv_freq, round);
     }
   }
   return y;
 }
 
-// K and V of all rows to the pool, then the query of the last row of each lane, as the single-layer identity has it. One lane in
-// eight is held by a prompt chunk (K and V, no query), one is padded (nothing).
+// K and V of all rows to the pool, then the query of the last row of each lane, as the single-layer identity has it.
+// One lane in eight is held by a prompt chunk (K and V, no query), one is padded (nothing).
 inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict& verdict) {
   const Shape& s = m.shape;
   const int q = s.heads * s.head_dim;
   const int kv = s.kv_heads * s.head_dim;
-  const auto status_of_lane = [](int t) { return t % 8 == 5 ? LaneStatus::kHeld : t % 8 == 6 ? LaneStatus::kPadded : LaneStatus::kLive; };
+  const auto status_of_lane = [](int t) {
+    return t % 8 == 5 ? LaneStatus::kHeld : t % 8 == 6 ? LaneStatus::kPadded : LaneStatus::kLive;
+  };
   std::vector<std::int32_t> status(Model::kMaxRows);
   for (int t = 0; t < Model::kMaxRows; ++t) status[Model::size(t)] = static_cast<std::int32_t>(status_of_lane(t));
   m.status.set(status);
@@ -113,10 +126,14 @@ inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict&
     const Floats new_k = floats_of(m.pool_k, m.pool_k.size());
     verdict.take("extend k", rows_where(gather_rows(new_k, at, tokens, kv), kv, 0, kv, kept),
                  [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, q, kv, kept); });
-    verdict.take("extend v", rows_where(gather_rows(floats_of(m.pool_v, m.pool_v.size()), at, tokens, kv), kv, 0, kv, kept),
+    verdict.take("extend v",
+                 rows_where(gather_rows(floats_of(m.pool_v, m.pool_v.size()), at, tokens, kv), kv, 0, kv, kept),
                  [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, q + kv, kv, kept); });
     std::size_t changed = 0;
-    for (std::size_t i = 0; i < new_k.size(); i += Model::size(kv)) changed += !std::equal(new_k.begin() + static_cast<std::int64_t>(i), new_k.begin() + static_cast<std::int64_t>(i) + kv, old_k.begin() + static_cast<std::int64_t>(i));
+    for (std::size_t i = 0; i < new_k.size(); i += Model::size(kv))
+      changed +=
+          !std::equal(new_k.begin() + static_cast<std::int64_t>(i), new_k.begin() + static_cast<std::int64_t>(i) + kv,
+                      old_k.begin() + static_cast<std::int64_t>(i));
     std::size_t allowed = 0;
     for (int t = 0; t < tokens; ++t) allowed += kept(status_of_lane(t));
     verdict.require(changed <= allowed, "the pool beside the rows is untouched");
@@ -124,10 +141,14 @@ inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict&
     const Floats hidden = floats_of(m.hidden_in, Model::size(tokens) * s.hidden);
     const Floats gamma = floats_of(m.hidden_norm, Model::size(s.hidden));
     if (embedding_normed) {
-      const auto plain = [&](bool r) { return rows_where(plain_norm(hidden, tokens, gamma, r), s.hidden, 0, s.hidden, live); };
+      const auto plain = [&](bool r) {
+        return rows_where(plain_norm(hidden, tokens, gamma, r), s.hidden, 0, s.hidden, live);
+      };
       verdict.take("normed residual", rows_where(residual, s.hidden, 0, s.hidden, live), plain);
     } else {
-      verdict.require(rows_where(residual, s.hidden, 0, s.hidden, live) == rows_where(hidden, s.hidden, 0, s.hidden, live), "extend residual");
+      verdict.require(
+          rows_where(residual, s.hidden, 0, s.hidden, live) == rows_where(hidden, s.hidden, 0, s.hidden, live),
+          "extend residual");
     }
   }
   m.context.config.residual = Residual::kPreNorm;
@@ -143,7 +164,8 @@ inline void check_head_switches(Model& m, int tokens, cudaStream_t stream, Verdi
   const Floats before = floats_of(m.hidden, Model::size(tokens) * width);
   stream::check(cudaMemset(m.hidden.get() + (Model::size(tokens) - 1) * width + 3, 0xFF, sizeof(bf16)), "NaN");
   m.context.config.next_hidden = NextHidden::kNormed;
-  const HeadParams params{{Pass::kStep, 1, tokens}, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0};
+  const HeadParams params{
+      {Pass::kStep, 1, tokens}, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0};
   stream::launch_head(m.plan, params, m.context, m.batch.get(), stream);
   synchronize(stream);
   m.context.config.next_hidden = NextHidden::kPreNorm;
@@ -151,13 +173,17 @@ inline void check_head_switches(Model& m, int tokens, cudaStream_t stream, Verdi
   bool right = true;
   for (int lane = 0; lane < tokens / topk; ++lane) {
     const bool spoiled = lane == tokens / topk - 1;
-    right = right && status[Model::size(lane)] == static_cast<std::int32_t>(spoiled ? LaneStatus::kNotFinite : LaneStatus::kLive);
+    right = right && status[Model::size(lane)] ==
+                         static_cast<std::int32_t>(spoiled ? LaneStatus::kNotFinite : LaneStatus::kLive);
   }
   verdict.require(right, "NaN marks its own lane");
   if (tokens > 1) {
-    const auto first = [&](const Floats& x) { return Floats(x.begin(), x.begin() + static_cast<std::int64_t>((Model::size(tokens) - 1) * width)); };
+    const auto first = [&](const Floats& x) {
+      return Floats(x.begin(), x.begin() + static_cast<std::int64_t>((Model::size(tokens) - 1) * width));
+    };
     const Floats gamma = floats_of(m.norm, width);
-    verdict.take("normed hidden", first(floats_of(m.hidden, Model::size(tokens) * width)), [&](bool r) { return plain_norm(first(before), tokens - 1, gamma, r); });
+    verdict.take("normed hidden", first(floats_of(m.hidden, Model::size(tokens) * width)),
+                 [&](bool r) { return plain_norm(first(before), tokens - 1, gamma, r); });
   }
   m.status.set(std::vector<std::int32_t>(Model::kMaxRows));
 }

@@ -1,5 +1,6 @@
-// The steps again, plainly: matrices by one warp per output, the rest in loops on the host. Each twice: exact (float32 throughout)
-// and rounded to bfloat16 where plain PyTorch rounds. A kernel passes if its error against exact is at most twice the rounded one's.
+// The steps again, plainly: matrices by one warp per output, the rest in loops on the host. Each twice: exact (float32
+// throughout) and rounded to bfloat16 where plain PyTorch rounds. A kernel passes if its error against exact is at most
+// twice the rounded one's.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +15,12 @@ namespace eaglex::bench {
 
 using Floats = std::vector<float>;
 
-inline float rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
-inline float maybe_rounded(float x, bool round) { return round ? rounded(x) : x; }
+inline float rounded(float x) {
+  return __bfloat162float(__float2bfloat16(x));
+}
+inline float maybe_rounded(float x, bool round) {
+  return round ? rounded(x) : x;
+}
 
 inline Floats floats_of(const Buffer<bf16>& buffer, std::size_t count) {
   std::vector<bf16> raw(count);
@@ -25,7 +30,8 @@ inline Floats floats_of(const Buffer<bf16>& buffer, std::size_t count) {
   return out;
 }
 
-static __global__ void plain_linear_kernel(const float* x, const bf16* w, float* y, int tokens, int n, int k, int column, int stride) {
+static __global__ void plain_linear_kernel(const float* x, const bf16* w, float* y, int tokens, int n, int k,
+                                           int column, int stride) {
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   if (row >= n) return;
@@ -53,7 +59,8 @@ inline Floats plain_linear(const Floats& x, int tokens, const Matrix& matrix, bo
   int column = 0;
   for (int i = 0; i < matrix.linear.num_parts; ++i) {
     const int n = static_cast<int>(matrix.linear.parts[i].shape[0]);
-    plain_linear_kernel<<<(n * 32 + 255) / 256, 256>>>(in.get(), matrix.parts[static_cast<std::size_t>(i)]->get(), out.get(), tokens, n, k, column, total);
+    plain_linear_kernel<<<(n * 32 + 255) / 256, 256>>>(in.get(), matrix.parts[static_cast<std::size_t>(i)]->get(),
+                                                       out.get(), tokens, n, k, column, total);
     column += n;
   }
   stream::check(cudaDeviceSynchronize(), "plain_linear");
@@ -69,7 +76,8 @@ inline Floats plain_norm(const Floats& x, int tokens, const Floats& gamma, bool 
     double sum = 0;
     for (std::size_t i = 0; i < k; ++i) sum += static_cast<double>(x[t * k + i]) * x[t * k + i];
     const double norm = 1 / std::sqrt(sum / static_cast<double>(k) + 1e-5);
-    for (std::size_t i = 0; i < k; ++i) y[t * k + i] = maybe_rounded(static_cast<float>(x[t * k + i] * norm * gamma[i]), round);
+    for (std::size_t i = 0; i < k; ++i)
+      y[t * k + i] = maybe_rounded(static_cast<float>(x[t * k + i] * norm * gamma[i]), round);
   }
   return y;
 }

@@ -51,7 +51,8 @@ static __global__ void fill_random(bf16* out, std::int64_t count, std::uint32_t 
   for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x; i < count;
        i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
     const std::uint32_t h = mix(seed, static_cast<std::uint64_t>(i));
-    const float value = (static_cast<float>(h & 0xFFFF) + static_cast<float>(h >> 16) - 65535.0F) * (2.4494897F / 65536.0F);
+    const float value =
+        (static_cast<float>(h & 0xFFFF) + static_cast<float>(h >> 16) - 65535.0F) * (2.4494897F / 65536.0F);
     out[i] = __float2bfloat16(mean + scale * value);
   }
 }

@@ -1,10 +1,12 @@
 // Micro-benchmark of the streaming steps: correct first (against plain kernels, under delays, bit for bit), then timed.
 //
-//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90 -Icsrc -Ibench -o steps bench/steps.cu csrc/cuda/stream/*.cu
+//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90 -Icsrc -Ibench -o steps bench/steps.cu
+// csrc/cuda/stream/*.cu
 //        csrc/cuda/stream/*.cpp csrc/core/tensor.cpp
 //   steps check | small | time
 //
-// `time`: µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the L2 cache.
+// `time`: µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the
+// L2 cache.
 #include "check_extend.cuh"
 #include "timing.cuh"
 
@@ -12,21 +14,33 @@ namespace eaglex::bench {
 namespace {
 
 enum class Kernel { kQkv, kAttention, kOProj, kGateUp, kDown, kHead };
-constexpr Kernel kChain[] = {Kernel::kQkv, Kernel::kAttention, Kernel::kOProj, Kernel::kGateUp, Kernel::kDown, Kernel::kHead};
+constexpr Kernel kChain[] = {Kernel::kQkv,    Kernel::kAttention, Kernel::kOProj,
+                             Kernel::kGateUp, Kernel::kDown,      Kernel::kHead};
 constexpr const char* kNames[] = {"qkv", "attention", "o_proj", "gate_up", "down", "head"};
 
 void launch(const Model& m, Kernel kernel, int rows, cudaStream_t stream) {
   const Rows pass{Pass::kStep, 1, rows};
   switch (kernel) {
-    case Kernel::kQkv: return stream::launch_qkv(m.plan, m.qkv_params(rows), m.context, m.batch.get(), stream);
+    case Kernel::kQkv:
+      return stream::launch_qkv(m.plan, m.qkv_params(rows), m.context, m.batch.get(), stream);
     case Kernel::kAttention:
-      return stream::launch_attention(m.plan, {pass, 0, m.q.get(), m.scratch_k.get(), m.scratch_v.get(), m.attention.get()}, m.context, m.batch.get(), stream);
-    case Kernel::kOProj: return stream::launch_projection(m.plan, {pass, m.o_proj.linear, m.attention.get(), m.residual.get(), m.middle.get()}, stream);
+      return stream::launch_attention(m.plan,
+                                      {pass, 0, m.q.get(), m.scratch_k.get(), m.scratch_v.get(), m.attention.get()},
+                                      m.context, m.batch.get(), stream);
+    case Kernel::kOProj:
+      return stream::launch_projection(
+          m.plan, {pass, m.o_proj.linear, m.attention.get(), m.residual.get(), m.middle.get()}, stream);
     case Kernel::kGateUp:
-      return stream::launch_gate_up(m.plan, {pass, m.gate_up.linear, view_of(m.post_norm, 0, m.shape.hidden), m.middle.get(), m.act.get()}, m.context, stream);
-    case Kernel::kDown: return stream::launch_projection(m.plan, {pass, m.down.linear, m.act.get(), m.middle.get(), m.hidden.get()}, stream);
+      return stream::launch_gate_up(
+          m.plan, {pass, m.gate_up.linear, view_of(m.post_norm, 0, m.shape.hidden), m.middle.get(), m.act.get()},
+          m.context, stream);
+    case Kernel::kDown:
+      return stream::launch_projection(m.plan, {pass, m.down.linear, m.act.get(), m.middle.get(), m.hidden.get()},
+                                       stream);
     case Kernel::kHead:
-      return stream::launch_head(m.plan, {pass, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0}, m.context, m.batch.get(), stream);
+      return stream::launch_head(m.plan,
+                                 {pass, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0},
+                                 m.context, m.batch.get(), stream);
   }
 }
 
@@ -39,9 +53,11 @@ void poison(const Model& m, cudaStream_t stream) {
   const auto fill = [stream](const auto& buffer) {
     stream::check(cudaMemsetAsync(buffer.get(), 0xFF, buffer.size() * sizeof(*buffer.get()), stream), "poison");
   };
-  fill(m.q), fill(m.attention), fill(m.residual), fill(m.middle), fill(m.act), fill(m.hidden), fill(m.scratch_k), fill(m.scratch_v);
+  fill(m.q), fill(m.attention), fill(m.residual), fill(m.middle), fill(m.act), fill(m.hidden), fill(m.scratch_k),
+      fill(m.scratch_v);
   fill(m.top_ids), fill(m.top_scores);
-  const auto partials = static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.plan.counters) - m.plan.partials);  // they lie in this order
+  const auto partials = static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.plan.counters) -
+                                                 m.plan.partials);  // they lie in this order
   stream::check(cudaMemsetAsync(m.plan.partials, 0xFF, partials, stream), "poison");
 }
 
@@ -64,7 +80,8 @@ Outputs outputs_of(const Model& m, int rows) {
   return out;
 }
 
-// Each kernel delayed in turn, over poisoned buffers: a kernel that read or wrote before its wait would give other bits.
+// Each kernel delayed in turn, over poisoned buffers: a kernel that read or wrote before its wait would give other
+// bits.
 void check_delays(const Model& m, int rows, cudaStream_t stream, Verdict& verdict) {
   poison(m, stream);
   step(m, rows, stream);
@@ -127,7 +144,8 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       }
       check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {
-        std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk, reduction == stream::Reduction::kOwner ? "owner" : "last arriver");
+        std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk,
+                    reduction == stream::Reduction::kOwner ? "owner" : "last arriver");
       }
     }
     m.plan.reduction = stream::Reduction::kOwner;
@@ -136,8 +154,9 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
 
 std::size_t weight_bytes(const Shape& s) {
   const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x) * 2; };
-  return n(static_cast<std::int64_t>(s.heads + 2 * s.kv_heads) * s.head_dim * 2 * s.hidden) + n(static_cast<std::int64_t>(s.heads) * s.head_dim * s.hidden) +
-         n(3LL * s.intermediate * s.hidden) + n(static_cast<std::int64_t>(s.draft_vocab) * s.hidden);
+  return n(static_cast<std::int64_t>(s.heads + 2 * s.kv_heads) * s.head_dim * 2 * s.hidden) +
+         n(static_cast<std::int64_t>(s.heads) * s.head_dim * s.hidden) + n(3LL * s.intermediate * s.hidden) +
+         n(static_cast<std::int64_t>(s.draft_vocab) * s.hidden);
 }
 
 void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
@@ -167,8 +186,10 @@ void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
     const double plain = run();
     m.plan.pdl = pdl;
     if (rows == 1) first = us;
-    std::printf("  %-22s batch %2d: %7.1f us (%.2fx of batch 1, %3.0f%% of ceiling, floor %.1f); last arriver %7.1f; no PDL %7.1f; alone",
-                shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
+    std::printf(
+        "  %-22s batch %2d: %7.1f us (%.2fx of batch 1, %3.0f%% of ceiling, floor %.1f); last arriver %7.1f; no PDL "
+        "%7.1f; alone",
+        shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
     for (const Kernel kernel : kChain) std::printf(" %s %.1f", kNames[static_cast<int>(kernel)], alone(kernel));
     std::printf("\n");
   }
@@ -186,7 +207,10 @@ int run(const std::string& what) {
   if (what == "small" || what == "check") {
     for (const int topk : {1, 4, 16}) {
       Model m(small, topk);
-      check_model(m, what == "small" ? std::vector<int>{1, 16, 64} : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64}, stream, verdict);
+      check_model(m,
+                  what == "small" ? std::vector<int>{1, 16, 64}
+                                  : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64},
+                  stream, verdict);
       if (what == "check") {
         for (const int rows : {16, 64}) {
           m.set_lanes(rows / topk);
@@ -212,7 +236,9 @@ int run(const std::string& what) {
     std::printf("  read ceiling %.3f TB/s\n", ceiling * 1e-12);
     for (const Shape& shape : {llama, kimi, oss}) time_model(shape, ceiling, stream);
   }
-  if (verdict.checks > 0) std::printf("  %s: %d checks, %d wrong, worst error %.2f of PyTorch's\n", what.c_str(), verdict.checks, verdict.wrong, verdict.worst);
+  if (verdict.checks > 0)
+    std::printf("  %s: %d checks, %d wrong, worst error %.2f of PyTorch's\n", what.c_str(), verdict.checks,
+                verdict.wrong, verdict.worst);
   return verdict.wrong == 0 ? 0 : 1;
 }
 

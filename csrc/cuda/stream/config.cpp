@@ -25,7 +25,8 @@ bool streamable(const GemmProblem& problem) {
 
 GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   expect_range("rows", problem.rows, 1, 1 << 24);
-  expect(problem.k > 0 && problem.k % kKMultiple == 0, ErrorCode::kConfig, "k", concat("a multiple of ", kKMultiple), problem.k);
+  expect(problem.k > 0 && problem.k % kKMultiple == 0, ErrorCode::kConfig, "k", concat("a multiple of ", kKMultiple),
+         problem.k);
   expect_range("segments", problem.segments, 1, kMaxSegments);
   expect_range("tokens", problem.tokens, 1, kMaxTokens);
 
@@ -51,8 +52,8 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
 }
 
 std::size_t partial_bytes(const GemmConfig& config, int segments) {
-  // Per block two tiles that it shares with others (its first and its last), per segment [tile_rows][8·token_tiles] sums and
-  // one row more of squares.
+  // Per block two tiles that it shares with others (its first and its last), per segment [tile_rows][8·token_tiles]
+  // sums and one row more of squares.
   const std::size_t slot = static_cast<std::size_t>(config.tile_rows + 1) * 8 * config.token_tiles * sizeof(float);
   return static_cast<std::size_t>(config.grid) * 2 * segments * slot;
 }

@@ -1,7 +1,9 @@
-// How a weight-streaming GEMM is cut for a device: pure host arithmetic, no CUDA, so that a test on any machine can check it.
+// How a weight-streaming GEMM is cut for a device: pure host arithmetic, no CUDA, so that a test on any machine can
+// check it.
 //
-// y[M, N] = x[M, K] Wᵀ with few tokens M: the weights are the A operand of the tensor cores, the tokens the columns of B. W is
-// stored as tiles (tiles.h); each block streams an equal share of them, whatever tile it begins or ends in (stream-K).
+// y[M, N] = x[M, K] Wᵀ with few tokens M: the weights are the A operand of the tensor cores, the tokens the columns of
+// B. W is stored as tiles (tiles.h); each block streams an equal share of them, whatever tile it begins or ends in
+// (stream-K).
 #pragma once
 
 #include <cstddef>
@@ -16,7 +18,8 @@
 namespace eaglex::stream {
 
 inline constexpr int kMaxTokens = 64;
-inline constexpr int kMaxSegments = 8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
+inline constexpr int kMaxSegments =
+    8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
 inline constexpr int kMaxStages = 8;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kConsumerThreads = kConsumerWarps * 32;
@@ -38,15 +41,17 @@ enum class Reduction : std::uint8_t {
 // What the kernels need to know of a device and of how it is shared.
 struct DeviceLimits {
   int num_sms = 0;
-  int shared_per_sm = 0;     // bytes
-  int shared_per_block = 0;  // bytes, opt-in
+  int shared_per_sm = 0;       // bytes
+  int shared_per_block = 0;    // bytes, opt-in
   int compute_capability = 0;  // 90 for sm_90
 };
 
-// Which part of an SM's shared memory a kernel of the chain takes. PDL places the next kernel's blocks wherever there is room as the
-// last one's leave; two blocks of one kernel on an SM, and none on another, would halve its speed, and stay so down the chain. So
-// kernels alternate: of the wide ones an SM holds one (it is more than half), and beside it one narrow one and a small one.
-//   qkv narrow, attention wide, o_proj narrow, gate_up wide, down narrow, head wide; merge, select and the like are small.
+// Which part of an SM's shared memory a kernel of the chain takes. PDL places the next kernel's blocks wherever there
+// is room as the last one's leave; two blocks of one kernel on an SM, and none on another, would halve its speed, and
+// stay so down the chain. So kernels alternate: of the wide ones an SM holds one (it is more than half), and beside it
+// one narrow one and a small one.
+//   qkv narrow, attention wide, o_proj narrow, gate_up wide, down narrow, head wide; merge, select and the like are
+// small.
 enum class Slot : std::uint8_t { kWide, kNarrow };
 inline constexpr int kReservedPerBlock = 1024;  // bytes that a resident block costs besides its own
 inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
@@ -57,15 +62,19 @@ inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
 }
 
 // Rows of W per tile: more rows read the activations less often, fewer spread a small matrix more evenly.
-[[nodiscard]] constexpr int tile_rows_for(int token_tiles) { return token_tiles <= 2 ? 64 : 128; }
+[[nodiscard]] constexpr int tile_rows_for(int token_tiles) {
+  return token_tiles <= 2 ? 64 : 128;
+}
 
-// How units (chunks) are dealt to blocks: in order, `share` each and one more to the first `extra`. No division but for block_of,
-// since the epilogue of every tile asks, and while it computes nobody multiplies.
+// How units (chunks) are dealt to blocks: in order, `share` each and one more to the first `extra`. No division but for
+// block_of, since the epilogue of every tile asks, and while it computes nobody multiplies.
 struct Split {
   int share = 0;
   int extra = 0;
 
-  [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int first(int block) const { return block * share + (block < extra ? block : extra); }
+  [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int first(int block) const {
+    return block * share + (block < extra ? block : extra);
+  }
   // The block that works on `unit`.
   [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int block_of(int unit) const {
     const int in_larger = extra * (share + 1);
@@ -73,13 +82,15 @@ struct Split {
   }
 };
 
-[[nodiscard]] constexpr Split split_of(int units, int grid) { return {units / grid, units % grid}; }
+[[nodiscard]] constexpr Split split_of(int units, int grid) {
+  return {units / grid, units % grid};
+}
 
 struct GemmProblem {
-  int rows = 0;      // N
-  int k = 0;         // of one segment
+  int rows = 0;  // N
+  int k = 0;     // of one segment
   int segments = 1;
-  int tokens = 0;    // M
+  int tokens = 0;  // M
   bool normed = false;
   Slot slot = Slot::kNarrow;
   int weight_bits = 16;
@@ -124,17 +135,21 @@ struct SharedLayout {
   int total = 0;
 };
 
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int align_up(int value, int to) { return (value + to - 1) / to * to; }
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int align_up(int value, int to) {
+  return (value + to - 1) / to * to;
+}
 
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int exchange_bytes(int token_tiles) {
-  // R = 64: four warps hand over their half of K. Either R: one n8 tile of logits, rows padded by 4 against bank conflicts.
+  // R = 64: four warps hand over their half of K. Either R: one n8 tile of logits, rows padded by 4 against bank
+  // conflicts.
   const int rows = token_tiles <= 2 ? 64 : 128;
   const int halves = rows == 64 ? 4 * 512 * token_tiles : 0;
   const int logits = 8 * (rows + 4) * 4;
   return halves > logits ? halves : logits;
 }
 
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr SharedLayout shared_layout(const GemmProblem& p, int token_tiles, int chunk_k, int stages) {
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr SharedLayout shared_layout(const GemmProblem& p, int token_tiles,
+                                                                      int chunk_k, int stages) {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
   at.x = stages * kChunkBytes;

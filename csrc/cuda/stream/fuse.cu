@@ -27,7 +27,8 @@ struct FuseStep : PlainStep {
     const DraftBatch& batch = *params.batch;
     const bool live = eaglex::locate(params.context, batch, params.rows_of_pass, token).live;
     const bf16* const row = static_cast<const bf16*>(batch.aux_hidden_states) + token * batch.aux_stride;
-    for (int i = 0; i < params.segments; ++i) source[i * stride] = live ? row + static_cast<std::int64_t>(i) * params.k : params.idle_row;
+    for (int i = 0; i < params.segments; ++i)
+      source[i * stride] = live ? row + static_cast<std::int64_t>(i) * params.k : params.idle_row;
   }
 
   template <int kTokenTiles>
@@ -50,8 +51,8 @@ struct FuseStep : PlainStep {
 };
 
 template <class Step>
-void launch(const StreamPlan& plan, const FuseParams& params, const EngineContext& context, const DraftBatch* batch, int segments,
-            cudaStream_t stream) {
+void launch(const StreamPlan& plan, const FuseParams& params, const EngineContext& context, const DraftBatch* batch,
+            int segments, cudaStream_t stream) {
   const int rows = rows_of(params.fc);
   const int k = columns_of(params.fc) / segments;
   GemmShape shape;
@@ -63,19 +64,23 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
       shape.gamma[i] = params.aux_norms[i].template as<const bf16>();
     }
   }
-  const typename Step::Params step{context, batch, params.rows, static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden),
-                                   k, segments, rows};
+  const typename Step::Params step{
+      context, batch,    params.rows, static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden),
+      k,       segments, rows};
   launch_gemm<Step>(plan, problem_of<Step>(rows, k, segments, params.rows.max_rows), 0, shape, step, stream);
 }
 
 }  // namespace
 
-void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineContext& context, const DraftBatch* batch,
-                 cudaStream_t stream) {
+void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream) {
   switch (context.config.aux_norm) {
-    case AuxNorm::kNone: return launch<FuseStep<false>>(plan, params, context, batch, 1, stream);
-    case AuxNorm::kWhole: return launch<FuseStep<true>>(plan, params, context, batch, 1, stream);
-    case AuxNorm::kEach: return launch<FuseStep<true>>(plan, params, context, batch, context.config.num_aux, stream);
+    case AuxNorm::kNone:
+      return launch<FuseStep<false>>(plan, params, context, batch, 1, stream);
+    case AuxNorm::kWhole:
+      return launch<FuseStep<true>>(plan, params, context, batch, 1, stream);
+    case AuxNorm::kEach:
+      return launch<FuseStep<true>>(plan, params, context, batch, context.config.num_aux, stream);
   }
 }
 

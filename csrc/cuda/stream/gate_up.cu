@@ -21,7 +21,8 @@ struct GateUpStep : PlainStep {
   }
 
   template <int kTokenTiles>
-  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view, const float (&acc)[kTokenTiles][4]) {
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
+                                              const float (&acc)[kTokenTiles][4]) {
     if (view.role.half != 0) return;
     const int feature = (view.tile_row + view.role.strip * kStripRows) / 2 + view.role.lane / 4;
     if (feature >= params.features) return;
@@ -41,7 +42,8 @@ struct GateUpStep : PlainStep {
 
 }  // namespace
 
-void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context, cudaStream_t stream) {
+void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context,
+                    cudaStream_t stream) {
   const int rows = rows_of(params.gate_up);
   const int k = columns_of(params.gate_up);
   expect_bf16("post_attention_layernorm", params.norm);

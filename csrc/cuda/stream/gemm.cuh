@@ -1,17 +1,20 @@
-// y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens; what x is and what becomes of y is the step's (steps.cuh).
+// y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens; what x is and what becomes of y is the step's.
 //
 // Callers: the launch_* functions. Bytes: N·K of weights once; x once per block and tile, from L2.
-// Mapping: one block per SM streams an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per strip of 16,
-// each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed in a fixed order.
-// RMSNorm is folded in: gamma goes onto x, the sum of squares comes from the tensor cores (x xᵀ, its diagonal), 1/rms is applied
-// to the sums, so nobody reads x twice and no kernel stands in between.
+// Mapping: one block per SM streams an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
+// strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
+// in a fixed order.
+// RMSNorm is folded in: gamma goes onto x, the sum of squares comes from the tensor cores (x xᵀ, its diagonal), 1/rms
+// is applied to the sums, so nobody reads x twice and no kernel stands in between.
 #pragma once
 
 #include "cuda/stream/pipeline.cuh"
 
 namespace eaglex::stream {
 
-__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
+__device__ __forceinline__ void consumer_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory");
+}
 
 // What a consumer warp is to a tile.
 struct WarpRole {
@@ -21,8 +24,9 @@ struct WarpRole {
   int half;   // of a chunk's k; half 0 keeps the sums
 };
 
-// What a step's epilogue gets besides the sums. Lane (g, q) = (lane / 4, lane % 4) holds rows g and g + 8 of the warp's strip for
-// tokens 8·t + 2q + {0, 1}: acc[t] = {(g, 0), (g, 1), (g + 8, 0), (g + 8, 1)}. All eight warps call; those of half 0 have sums.
+// What a step's epilogue gets besides the sums. Lane (g, q) = (lane / 4, lane % 4) holds rows g and g + 8 of the warp's
+// strip for tokens 8·t + 2q + {0, 1}: acc[t] = {(g, 0), (g, 1), (g + 8, 0), (g + 8, 1)}. All eight warps call; those of
+// half 0 have sums.
 template <class RowInfo>
 struct TileView {
   WarpRole role;
@@ -34,7 +38,8 @@ struct TileView {
 };
 
 __device__ __forceinline__ void scale_pairs(std::uint32_t& x, std::uint32_t gamma) {
-  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&gamma));
+  const __nv_bfloat162 product =
+      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&gamma));
   x = *reinterpret_cast<const std::uint32_t*>(&product);
 }
 
@@ -47,7 +52,8 @@ class Consumer {
   static constexpr int kSlot = kTokenTiles * kLaneSums + kTokenTiles * 2;
 
  public:
-  __device__ Consumer(const GemmShape& shape, const typename Step::Params& params, const Ring& ring, std::byte* shared, const SharedLayout& at)
+  __device__ Consumer(const GemmShape& shape, const typename Step::Params& params, const Ring& ring, std::byte* shared,
+                      const SharedLayout& at)
       : shape_(shape), params_(params), ring_(ring), shared_(shared), at_(at) {
     role_.lane = threadIdx.x % 32;
     role_.warp = threadIdx.x / 32;
@@ -82,7 +88,8 @@ class Consumer {
 
  private:
   // Sums of chunks [unit, end) of one segment, over both halves of k (in the warps of half 0).
-  __device__ __forceinline__ void accumulate(int unit, int end, int segment, RingPosition& at, float (&acc)[kTokenTiles][4]) {
+  __device__ __forceinline__ void accumulate(int unit, int end, int segment, RingPosition& at,
+                                             float (&acc)[kTokenTiles][4]) {
     float sums[kSums][kTokenTiles][4] = {};
     float squares[4] = {};
     const int g = role_.lane / 4;
@@ -109,12 +116,14 @@ class Consumer {
           Weights::load(weights_now + kb * 4 * Weights::kPieceBytes, role_.lane, a);
           uint4 scale;
           if (kNormed && scaled) scale = *reinterpret_cast<const uint4*>(gamma_now + kb * 64);
-          if (kNormed && role_.strip < kTokenTiles) add_squares(x_now + (kb * shape_.tokens + role_.strip * 8) * 64, squares);
+          if (kNormed && role_.strip < kTokenTiles)
+            add_squares(x_now + (kb * shape_.tokens + role_.strip * 8) * 64, squares);
 #pragma unroll
           for (int t = 0; t < kTokenTiles; ++t) {
             uint4 b = *reinterpret_cast<const uint4*>(x_now + (kb * shape_.tokens + t * 8) * 64);
             if (kNormed && scaled) {
-              scale_pairs(b.x, scale.x), scale_pairs(b.y, scale.y), scale_pairs(b.z, scale.z), scale_pairs(b.w, scale.w);
+              scale_pairs(b.x, scale.x), scale_pairs(b.y, scale.y), scale_pairs(b.z, scale.z),
+                  scale_pairs(b.w, scale.w);
             }
             mma_bf16(sums[0][t], a[0], b.x, b.y);
             mma_bf16(sums[kSums - 1][t], a[1], b.z, b.w);
@@ -133,7 +142,8 @@ class Consumer {
     merge_halves(acc, squares);
   }
 
-  // The diagonal of x xᵀ for one n8 tile of tokens: its lanes hold tokens as rows of A (g) and as columns of B (2q, 2q + 1).
+  // The diagonal of x xᵀ for one n8 tile of tokens: its lanes hold tokens as rows of A (g) and as columns of B (2q, 2q
+  // + 1).
   __device__ static __forceinline__ void add_squares(const std::byte* x, float (&squares)[4]) {
     const uint4 b = *reinterpret_cast<const uint4*>(x);
     const std::uint32_t first[4] = {b.x, 0, b.y, 0};
@@ -153,7 +163,8 @@ class Consumer {
     if (G::kHalves == 2 && role_.half == 1) {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
-        exchange()[(t * G::kRowWarps + role_.strip) * 32 + lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        exchange()[(t * G::kRowWarps + role_.strip) * 32 + lane] =
+            make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
       }
     }
     const int g = lane / 4;
@@ -181,7 +192,8 @@ class Consumer {
     return lane;
   }
 
-  // A block shares at most two tiles with others: slot 0 is for the tile in which its range begins, 1 for any later one.
+  // A block shares at most two tiles with others: slot 0 is for the tile in which its range begins, 1 for any later
+  // one.
   __device__ __forceinline__ float4* slot(int block, int tile, int segment) const {
     const int which = shape_.split.first(block) >= tile * per_tile_ ? 0 : 1;
     return shape_.partials + (static_cast<std::int64_t>(block * 2 + which) * shape_.segments + segment) * kSlot;
@@ -192,11 +204,13 @@ class Consumer {
     if (role_.half == 0) {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
-        __stcg(to + (t * G::kRowWarps + role_.strip) * 32 + lane, make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]));
+        __stcg(to + (t * G::kRowWarps + role_.strip) * 32 + lane,
+               make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]));
       }
     }
     const int token = role_.warp * 32 + lane;
-    if (kNormed && token < G::kTokens) __stcg(reinterpret_cast<float*>(to + kTokenTiles * kLaneSums) + token, own_squares(token));
+    if (kNormed && token < G::kTokens)
+      __stcg(reinterpret_cast<float*>(to + kTokenTiles * kLaneSums) + token, own_squares(token));
   }
 
   // Whether block `block` has chunks of this segment of the tile.
@@ -205,8 +219,10 @@ class Consumer {
     return shape_.split.first(block) < begin + shape_.chunks_per_segment && shape_.split.first(block + 1) > begin;
   }
 
-  // Brings the tile's whole sum into `acc` if it falls to this block; publishes this block's part and returns false if not.
-  __device__ __forceinline__ bool complete(int tile, int segment, int piece_begin, int piece_end, float (&acc)[kTokenTiles][4]) {
+  // Brings the tile's whole sum into `acc` if it falls to this block; publishes this block's part and returns false if
+  // not.
+  __device__ __forceinline__ bool complete(int tile, int segment, int piece_begin, int piece_end,
+                                           float (&acc)[kTokenTiles][4]) {
     const int begin = tile * per_tile_;
     const bool whole = piece_begin == begin && piece_end == begin + per_tile_;
     int in_registers = segment;
@@ -226,7 +242,8 @@ class Consumer {
           if (threadIdx.x == 0) add_release(counter);
           return false;
         }
-        if (threadIdx.x == 0) *flag = increment_wrapping(counter, last - first) == static_cast<std::uint32_t>(last - first);
+        if (threadIdx.x == 0)
+          *flag = increment_wrapping(counter, last - first) == static_cast<std::uint32_t>(last - first);
         consumer_barrier();
         const bool mine = *flag != 0;
         consumer_barrier();  // the flag serves the next tile too
@@ -248,8 +265,8 @@ class Consumer {
     return true;
   }
 
-  // Waits until `count` blocks have published. A block that never comes (the grid was not resident after all) costs a draft, not
-  // the server: `failed` tells the host, and the NaN that follows becomes "no draft".
+  // Waits until `count` blocks have published. A block that never comes (the grid was not resident after all) costs a
+  // draft, not the server: `failed` tells the host, and the NaN that follows becomes "no draft".
   __device__ bool wait_for(std::uint32_t* counter, int count) const {
     const std::uint64_t start = now_ns();
     std::uint32_t polls = 0;
@@ -264,8 +281,10 @@ class Consumer {
     return true;
   }
 
-  // acc = Σ over segments of 1/rms · Σ over blocks, in a fixed order; `in_registers` is the segment whose own part acc holds.
-  __device__ __forceinline__ void add_parts(int tile, int first, int last, int in_registers, float (&acc)[kTokenTiles][4]) {
+  // acc = Σ over segments of 1/rms · Σ over blocks, in a fixed order; `in_registers` is the segment whose own part acc
+  // holds.
+  __device__ __forceinline__ void add_parts(int tile, int first, int last, int in_registers,
+                                            float (&acc)[kTokenTiles][4]) {
     const int lane = opaque_lane();
     if constexpr (kNormed) {
       const int token = role_.warp * 32 + lane;
@@ -288,7 +307,8 @@ class Consumer {
       for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
     } else {
       for (int block = first; block <= last; ++block) {
-        if (block != blockIdx.x && contributes(block, tile, in_registers)) add_slot(slot(block, tile, in_registers), -1, lane, acc);
+        if (block != blockIdx.x && contributes(block, tile, in_registers))
+          add_slot(slot(block, tile, in_registers), -1, lane, acc);
       }
       if (kNormed) {
 #pragma unroll
@@ -358,7 +378,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = threadIdx.x % 32;
   const std::uint32_t base = shared_address(shared);
   const std::uint32_t full = base + at.barriers;
-  const Ring ring{base, base + at.x, base + at.gamma, full, full + 8 * shape.stages, shape.stages, G::kChunkK * shape.tokens * 2};
+  const Ring ring{
+      base, base + at.x, base + at.gamma, full, full + 8 * shape.stages, shape.stages, G::kChunkK * shape.tokens * 2};
   const std::uint32_t rows_ready = ring.empty + 8 * shape.stages;
   if (threadIdx.x == kConsumerThreads) {
     for (int stage = 0; stage < shape.stages; ++stage) {
@@ -382,7 +403,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (warp > kConsumerWarps) {
     const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
     auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
-    for (int token = lane; token < shape.tokens; token += 32) Step::locate(params, token, sources + token, G::kTokens, rows + token);
+    for (int token = lane; token < shape.tokens; token += 32)
+      Step::locate(params, token, sources + token, G::kTokens, rows + token);
     __syncwarp();
     if (lane == 0) mbar_arrive(rows_ready);
     produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);

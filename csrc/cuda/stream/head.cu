@@ -1,20 +1,24 @@
-// head: log-probabilities and ids of the topk best of the draft vocabulary.    Formula: reference.py head, top_k (ties: lowest id).
+// head: log-probabilities and ids of the topk best of the draft vocabulary.    Formula: reference.py head, top_k (ties:
+// lowest id).
 // Caller: Backend::head.    Bytes: lm_head once; logits stay on the SM.
-// Mapping: gemm.cuh; warp w keeps maximum, Σ exp and the best of tokens w, w + 8, … over the block's tiles; a second kernel, one block
-// per token, merges the blocks'. Both orders are fixed, so results repeat bit for bit.
+// Mapping: gemm.cuh; warp w keeps maximum, Σ exp and the best of tokens w, w + 8, … over the block's tiles; a second
+// kernel, one block per token, merges the blocks'. Both orders are fixed, so results repeat bit for bit.
 #include "core/lane.h"
 #include "cuda/stream/launch.cuh"
 
 namespace eaglex::stream {
 namespace {
 
-// Value and id in one number that orders as the candidates do: by value, then by lowest id. NaN ranks last; 0 is "none".
+// Value and id in one number that orders as the candidates do: by value, then by lowest id. NaN ranks last; 0 is
+// "none".
 __device__ __forceinline__ std::uint64_t key_of(float value, int id) {
   const std::uint32_t bits = __float_as_uint(isnan(value) ? __int_as_float(0xFF800000) : value);
   const std::uint32_t ordered = bits & 0x80000000U ? ~bits : bits | 0x80000000U;
   return static_cast<std::uint64_t>(ordered) << 32 | (0xFFFFFFFFU - static_cast<std::uint32_t>(id));
 }
-__device__ __forceinline__ int id_of(std::uint64_t key) { return static_cast<int>(0xFFFFFFFFU - static_cast<std::uint32_t>(key)); }
+__device__ __forceinline__ int id_of(std::uint64_t key) {
+  return static_cast<int>(0xFFFFFFFFU - static_cast<std::uint32_t>(key));
+}
 __device__ __forceinline__ float value_of(std::uint64_t key) {
   const auto ordered = static_cast<std::uint32_t>(key >> 32);
   return __uint_as_float(ordered & 0x80000000U ? ordered & 0x7FFFFFFFU : ~ordered);
@@ -73,7 +77,8 @@ struct HeadStep : PlainStep {
   }
 
   template <int kTokenTiles>
-  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view, const float (&acc)[kTokenTiles][4]) {
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
+                                              const float (&acc)[kTokenTiles][4]) {
     constexpr int kRows = tile_rows_for(kTokenTiles);
     constexpr int kStride = kRows + 4;
     auto* const states = reinterpret_cast<TokenState*>(view.state);
@@ -82,12 +87,14 @@ struct HeadStep : PlainStep {
       if (t * 8 >= view.tokens) break;
       consumer_barrier();  // the tile before has been read
       if (view.role.half == 0) {
-        float* const to = view.exchange + view.role.lane % 4 * 2 * kStride + view.role.strip * kStripRows + view.role.lane / 4;
+        float* const to =
+            view.exchange + view.role.lane % 4 * 2 * kStride + view.role.strip * kStripRows + view.role.lane / 4;
         to[0] = acc[t][0], to[kStride] = acc[t][1], to[8] = acc[t][2], to[kStride + 8] = acc[t][3];
       }
       consumer_barrier();
       if (t * 8 + view.role.warp < view.tokens) {
-        take_in<kRows>(params, view.exchange + view.role.warp * kStride, view.tile_row, view.role.lane, states[t * 8 + view.role.warp]);
+        take_in<kRows>(params, view.exchange + view.role.warp * kStride, view.tile_row, view.role.lane,
+                       states[t * 8 + view.role.warp]);
       }
     }
   }
@@ -109,7 +116,8 @@ struct HeadStep : PlainStep {
     maximum = fmaxf(before, warp_max(maximum));
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kRows / 32; ++i) sum += values[i] == __int_as_float(0xFF800000) ? 0.0F : __expf(values[i] - maximum);
+    for (int i = 0; i < kRows / 32; ++i)
+      sum += values[i] == __int_as_float(0xFF800000) ? 0.0F : __expf(values[i] - maximum);
     sum = warp_sum(sum) + (before == __int_as_float(0xFF800000) ? 0.0F : state.sum * __expf(before - maximum));
 
     // Insert what beats the worst of the list, best first; after the first tiles that is rare.
@@ -153,7 +161,7 @@ struct MergeArgs {
   int blocks;  // of the head's grid
   const std::uint64_t* keys;
   const float2* stats;
-  bf16* hidden;      // to be replaced by its norm, or null
+  bf16* hidden;  // to be replaced by its norm, or null
   const bf16* norm;
 };
 
@@ -241,8 +249,8 @@ __global__ void __launch_bounds__(kMergeThreads, 16) head_merge(const __grid_con
 
 }  // namespace
 
-void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context, const DraftBatch* batch,
-                 cudaStream_t stream) {
+void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream) {
   const int topk = context.speculation.topk;
   expect(context.speculation.sampling == Sampling::kGreedy, ErrorCode::kConfig, "sampling", "greedy", "rejection");
   expect_range("topk", topk, 1, plan.needs.topk);
@@ -255,12 +263,20 @@ void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineC
   const int k = columns_of(params.lm_head);
   auto* const hidden = static_cast<bf16*>(params.hidden);
   const HeadStep::Params step{hidden, k, vocab, topk, plan.head_keys, plan.head_stats};
-  const int blocks = launch_gemm<HeadStep>(plan, problem_of<HeadStep>(vocab, k, 1, params.rows.max_rows), 0, shape, step, stream);
+  const int blocks =
+      launch_gemm<HeadStep>(plan, problem_of<HeadStep>(vocab, k, 1, params.rows.max_rows), 0, shape, step, stream);
   const bool replace = context.config.next_hidden == NextHidden::kNormed;
-  const MergeArgs args{context,         batch,           params.rows,                blocks,
-                       plan.head_keys, plan.head_stats, replace ? hidden : nullptr, params.norm.as<const bf16>()};
+  const MergeArgs args{context,
+                       batch,
+                       params.rows,
+                       blocks,
+                       plan.head_keys,
+                       plan.head_stats,
+                       replace ? hidden : nullptr,
+                       params.norm.as<const bf16>()};
   const int shared = blocks * topk * static_cast<int>(sizeof(std::uint64_t)) + blocks * static_cast<int>(sizeof(int));
-  launch_chained(plan, head_merge, dim3(static_cast<unsigned>(params.rows.max_rows)), kMergeThreads, shared, stream, args);
+  launch_chained(plan, head_merge, dim3(static_cast<unsigned>(params.rows.max_rows)), kMergeThreads, shared, stream,
+                 args);
 }
 
 }  // namespace eaglex::stream

@@ -8,13 +8,16 @@
 
 namespace eaglex::stream {
 
-// Every kernel of the chain executes griddepcontrol.wait, so all may be launched with the attribute. All ask for the largest share
-// of shared memory, needed or not: an SM must drain before its split changes, and kernels of two splits never overlap.
+// Every kernel of the chain executes griddepcontrol.wait, so all may be launched with the attribute. All ask for the
+// largest share of shared memory, needed or not: an SM must drain before its split changes, and kernels of two splits
+// never overlap.
 template <class... Parameters, class... Args>
-void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
-                    const Args&... args) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "carveout");
-  if (shared_bytes > 0) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "shared memory");
+void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+                    cudaStream_t stream, const Args&... args) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "carveout");
+  if (shared_bytes > 0)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "shared memory");
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -30,7 +33,15 @@ void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 
 
 template <class Step>
 [[nodiscard]] GemmProblem problem_of(int rows, int k, int segments, int tokens) {
-  return {rows, k, segments, tokens, Step::kNormed, Step::kSlot, Bf16Weights::kBits, static_cast<int>(sizeof(typename Step::RowInfo)), Step::kStateBytes};
+  return {rows,
+          k,
+          segments,
+          tokens,
+          Step::kNormed,
+          Step::kSlot,
+          Bf16Weights::kBits,
+          static_cast<int>(sizeof(typename Step::RowInfo)),
+          Step::kStateBytes};
 }
 
 template <int kTokenTiles, class Step>
@@ -38,14 +49,15 @@ void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const Gemm
                   const typename Step::Params& params, cudaStream_t stream) {
   auto* const kernel = stream_gemm<Bf16Weights, kTokenTiles, Step>;
   const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
-  launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape, layout, params);
+  launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape,
+                 layout, params);
 }
 
-// Fills in what follows from the plan and the problem; `shape` brings tiles, gammas and eps. Returns the grid. A launch of a range
-// of rows gives the first row and their number; the tiles around them are computed whole.
+// Fills in what follows from the plan and the problem; `shape` brings tiles, gammas and eps. Returns the grid. A launch
+// of a range of rows gives the first row and their number; the tiles around them are computed whole.
 template <class Step>
-int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_row, GemmShape shape, const typename Step::Params& params,
-                cudaStream_t stream) {
+int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_row, GemmShape shape,
+                const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
@@ -67,15 +79,25 @@ int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_ro
   shape.counters = plan.counters;
   shape.failed = plan.failed;
   switch (config.token_tiles) {
-    case 1: launch_tiled<1, Step>(plan, covered, config, shape, params, stream); break;
-    case 2: launch_tiled<2, Step>(plan, covered, config, shape, params, stream); break;
-    case 4: launch_tiled<4, Step>(plan, covered, config, shape, params, stream); break;
-    default: launch_tiled<8, Step>(plan, covered, config, shape, params, stream); break;
+    case 1:
+      launch_tiled<1, Step>(plan, covered, config, shape, params, stream);
+      break;
+    case 2:
+      launch_tiled<2, Step>(plan, covered, config, shape, params, stream);
+      break;
+    case 4:
+      launch_tiled<4, Step>(plan, covered, config, shape, params, stream);
+      break;
+    default:
+      launch_tiled<8, Step>(plan, covered, config, shape, params, stream);
+      break;
   }
   return config.grid;
 }
 
-[[nodiscard]] inline const std::byte* tiles_of(const Linear& linear) { return static_cast<const std::byte*>(linear.prepared); }
+[[nodiscard]] inline const std::byte* tiles_of(const Linear& linear) {
+  return static_cast<const std::byte*>(linear.prepared);
+}
 
 // Rows of the parts of a matrix together.
 [[nodiscard]] inline int rows_of(const Linear& linear) {
@@ -84,7 +106,9 @@ int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_ro
   return static_cast<int>(rows);
 }
 
-[[nodiscard]] inline int columns_of(const Linear& linear) { return static_cast<int>(linear.parts[0].shape[1]); }
+[[nodiscard]] inline int columns_of(const Linear& linear) {
+  return static_cast<int>(linear.parts[0].shape[1]);
+}
 
 inline void expect_bf16(const char* field, const TensorView& tensor) {
   expect(tensor.dtype == DType::kBF16, ErrorCode::kShape, field, "bfloat16", name_of(tensor.dtype));

@@ -1,7 +1,8 @@
 // The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
 //
-// The weight warp touches nothing but weights and gammas, which never change, so it never waits for the kernel before: under PDL
-// the ring is full when the activations arrive. The activation warp waits, finds the rows, and copies them beside the weights.
+// The weight warp touches nothing but weights and gammas, which never change, so it never waits for the kernel before:
+// under PDL the ring is full when the activations arrive. The activation warp waits, finds the rows, and copies them
+// beside the weights.
 #pragma once
 
 #include "cuda/stream/config.h"
@@ -35,7 +36,8 @@ template <class Weights, int kTokenTiles>
 struct Geometry {
   static constexpr int kTileRows = tile_rows_for(kTokenTiles);
   static constexpr int kRowWarps = kTileRows / kStripRows;
-  static constexpr int kHalves = kConsumerWarps / kRowWarps;  // warps that share a strip, each with its part of a chunk's k
+  static constexpr int kHalves =
+      kConsumerWarps / kRowWarps;  // warps that share a strip, each with its part of a chunk's k
   static constexpr int kChunkK = kChunkBytes * 8 / Weights::kBits / kTileRows;
   static constexpr int kKBlocks = kChunkK / kKBlock;
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
@@ -89,7 +91,8 @@ struct RingPosition {
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;
 
-// Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation warp's.
+// Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation
+// warp's.
 inline constexpr int kFullArrivals = 32 + (kBulkCopies ? 1 : 32);
 
 template <class Weights, int kTokenTiles, bool kNormed>
@@ -114,7 +117,8 @@ __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int fi
     if (kBulkCopies) mbar_arrive_expect(bar, G::kRowBlocks * bytes + (gamma != nullptr ? count * kKBlock * 2 : 0));
 #pragma unroll
     for (int block = 0; block < G::kRowBlocks; ++block) {
-      const std::int64_t row_block = static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
+      const std::int64_t row_block =
+          static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
       const std::int64_t piece = (row_block * shape.segments + cursor.segment) * k_blocks + k_block;
       const std::byte* const from = shape.tiles + piece * kKBlockBytes;
       const std::uint32_t block_to = to + block * (kChunkBytes / G::kRowBlocks);
@@ -136,10 +140,11 @@ __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int fi
   }
 }
 
-// `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows in registers:
-// with one warp for all copies of a chunk, a look-up per copy would be slower than the weights.
+// `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows
+// in registers: with one warp for all copies of a chunk, a look-up per copy would be slower than the weights.
 template <class Weights, int kTokenTiles>
-__device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first, int last) {
+__device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
+                                    int last) {
   using G = Geometry<Weights, kTokenTiles>;
   constexpr int kPieces = G::kKBlocks * 4;     // of 16 bytes, per token and chunk
   constexpr int kTokensAtOnce = 32 / kPieces;  // a warp's copies cover whole rows

@@ -6,9 +6,10 @@
 
 namespace eaglex::stream {
 
-// Starts together the reads that `locate` makes one after the other: while weights are being prefetched, each takes about a
-// microsecond, and the activations of the whole step wait for them.
-__device__ __forceinline__ void touch_place(const EngineContext& context, const DraftBatch* batch, const Rows& rows, int row) {
+// Starts together the reads that `locate` makes one after the other: while weights are being prefetched, each takes
+// about a microsecond, and the activations of the whole step wait for them.
+__device__ __forceinline__ void touch_place(const EngineContext& context, const DraftBatch* batch, const Rows& rows,
+                                            int row) {
   touch(batch);
   touch(reinterpret_cast<const char*>(batch + 1) - 1);
   if (rows.pass == Pass::kExtendAll) return;

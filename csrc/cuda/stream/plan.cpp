@@ -75,8 +75,12 @@ StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void*
   return plan;
 }
 
-bool streams(const Rows& rows, int k) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens && k % kKMultiple == 0; }
+bool streams(const Rows& rows, int k) {
+  return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens && k % kKMultiple == 0;
+}
 
-TileOrder qkv_order(const DraftConfig& config) { return {RowOrder::kRotary, config.head_dim, config.rotary_dim}; }
+TileOrder qkv_order(const DraftConfig& config) {
+  return {RowOrder::kRotary, config.head_dim, config.rotary_dim};
+}
 
 }  // namespace eaglex::stream

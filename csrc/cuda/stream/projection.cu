@@ -32,7 +32,8 @@ struct ProjectionStep : PlainStep {
   }
 
   template <int kTokenTiles>
-  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view, const float (&acc)[kTokenTiles][4]) {
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
+                                              const float (&acc)[kTokenTiles][4]) {
     if (view.role.half != 0) return;
     const int row = view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
 #pragma unroll
@@ -58,7 +59,8 @@ void launch_projection(const StreamPlan& plan, const ProjectionParams& params, c
   shape.tiles = tiles_of(params.weight);
   const ProjectionStep::Params step{static_cast<const bf16*>(params.x), static_cast<const bf16*>(params.residual),
                                     static_cast<bf16*>(params.out), k, rows};
-  launch_gemm<ProjectionStep>(plan, problem_of<ProjectionStep>(rows, k, 1, params.rows.max_rows), 0, shape, step, stream);
+  launch_gemm<ProjectionStep>(plan, problem_of<ProjectionStep>(rows, k, 1, params.rows.max_rows), 0, shape, step,
+                              stream);
 }
 
 }  // namespace eaglex::stream

@@ -1,5 +1,5 @@
-// The instructions behind the weight stream, one thin function each. Before sm_90 there are neither bulk copies nor programmatic
-// dependent launch (PDL): there the weights come by cp.async, and the two PDL instructions are nothing.
+// The instructions behind the weight stream, one thin function each. Before sm_90 there are neither bulk copies nor
+// programmatic dependent launch (PDL): there the weights come by cp.async, and the two PDL instructions are nothing.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +26,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// ---- PDL. `release_dependents` only lets the next kernel be scheduled; `wait_for_producers` is what makes data visible.
+// ---- PDL. `release_dependents` only lets the next kernel be scheduled; `wait_for_producers` is what makes data
+// visible.
 __device__ __forceinline__ void release_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -106,12 +107,14 @@ __device__ __forceinline__ std::uint64_t evict_first_policy() {
   return policy;
 }
 
-// One thread copies `bytes` (a multiple of 16); completes on `bar`. Weights are read once: the policy keeps them from evicting the rest.
+// One thread copies `bytes` (a multiple of 16); completes on `bar`. Weights are read once: the policy keeps them from
+// evicting the rest.
 __device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t bar,
                                           std::uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 #endif
@@ -146,7 +149,8 @@ __device__ __forceinline__ std::uint32_t increment_wrapping(std::uint32_t* p, st
 }
 
 // ---- tensor cores: D[16 x 8] += A[16 x 16] B[16 x 8].
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -1,7 +1,8 @@
-// qkv: q, k, v of the normed embedding and hidden state, RoPE on q and k, k and v to their place.    Formula: reference.py qkv.
+// qkv: q, k, v of the normed embedding and hidden state, RoPE on q and k, k and v to their place.    Formula:
+// reference.py qkv.
 // Caller: Backend::qkv.    Bytes: the three matrices once (or those of QkvParts), one embedding row per token.
-// Mapping: gemm.cuh over tiles in RowOrder::kRotary: a thread holds both dims that RoPE turns together; K is [embedding | hidden],
-// a segment with a norm each. The activation warp finds each row's token, source, position and KV slot.
+// Mapping: gemm.cuh over tiles in RowOrder::kRotary: a thread holds both dims that RoPE turns together; K is [embedding
+// | hidden], a segment with a norm each. The activation warp finds each row's token, source, position and KV slot.
 #include "cuda/stream/launch.cuh"
 #include "cuda/stream/place.cuh"
 
@@ -15,8 +16,11 @@ __device__ __forceinline__ float2 turn_of(float angle) {
   float sine;
   float cosine;
   const float square = rest * rest;  // |rest| <= π/4: minimax polynomials, 1 ulp
-  sine = fmaf(fmaf(fmaf(fmaf(2.86567956e-6F, square, -1.98559923e-4F), square, 8.33338592e-3F), square, -1.66666672e-1F), square * rest, rest);
-  cosine = fmaf(fmaf(fmaf(fmaf(2.44677067e-5F, square, -1.38877297e-3F), square, 4.16666567e-2F), square, -0.5F), square, 1.0F);
+  sine =
+      fmaf(fmaf(fmaf(fmaf(2.86567956e-6F, square, -1.98559923e-4F), square, 8.33338592e-3F), square, -1.66666672e-1F),
+           square * rest, rest);
+  cosine = fmaf(fmaf(fmaf(fmaf(2.44677067e-5F, square, -1.38877297e-3F), square, 4.16666567e-2F), square, -0.5F),
+                square, 1.0F);
   const int turns = static_cast<int>(static_cast<long long>(quarter) & 3);
   const float2 swapped = turns & 1 ? make_float2(-sine, cosine) : make_float2(cosine, sine);
   return turns & 2 ? make_float2(-swapped.x, -swapped.y) : swapped;
@@ -62,7 +66,8 @@ struct QkvStep : PlainStep {
     const bf16* hidden = params.idle_row;
     *info = {static_cast<float>(place.position), nullptr, nullptr};
     if (place.live) {
-      const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? context.lanes.frontier_tokens[token] : batch.input_ids[place.source];
+      const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? context.lanes.frontier_tokens[token]
+                                                                      : batch.input_ids[place.source];
       if (params.has_embedding) embedding = params.embed_tokens + id * hidden_size;
       hidden = params.hidden + (params.gather ? place.source : token) * hidden_size;
       find_kv(params, batch, place, token, info);
@@ -71,7 +76,8 @@ struct QkvStep : PlainStep {
     source[params.has_embedding ? stride : 0] = hidden;
   }
 
-  __device__ static void find_kv(const Params& params, const DraftBatch& batch, const RowPlace& place, int token, RowInfo* info) {
+  __device__ static void find_kv(const Params& params, const DraftBatch& batch, const RowPlace& place, int token,
+                                 RowInfo* info) {
     const EngineContext& context = params.context;
     const std::int64_t width = context.config.kv_size();
     if (params.target == KvTarget::kScratch) {
@@ -115,7 +121,8 @@ struct QkvStep : PlainStep {
   __device__ static uint4 normed(uint4 x, const uint4& gamma, float norm) {
     auto* const values = reinterpret_cast<bf16*>(&x);
     const auto* const scales = reinterpret_cast<const bf16*>(&gamma);
-    for (int i = 0; i < 8; ++i) values[i] = __float2bfloat16(__bfloat162float(values[i]) * norm * __bfloat162float(scales[i]));
+    for (int i = 0; i < 8; ++i)
+      values[i] = __float2bfloat16(__bfloat162float(values[i]) * norm * __bfloat162float(scales[i]));
     return x;
   }
 
@@ -123,7 +130,8 @@ struct QkvStep : PlainStep {
   __device__ static bf16 finite(float x) { return __float2bfloat16(isfinite(x) ? x : 0.0F); }
 
   template <int kTokenTiles>
-  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view, const float (&acc)[kTokenTiles][4]) {
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
+                                              const float (&acc)[kTokenTiles][4]) {
     if (view.role.half != 0) return;
     const DraftConfig& config = params.context.config;
     const int strip_row = view.tile_row + view.role.strip * kStripRows;  // a strip lies within one head
@@ -208,7 +216,8 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.residual = queries ? static_cast<bf16*>(params.residual) : nullptr;
   step.scratch_k = static_cast<bf16*>(params.scratch_k);
   step.scratch_v = static_cast<bf16*>(params.scratch_v);
-  const GemmProblem problem = problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
+  const GemmProblem problem =
+      problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
   launch_gemm<QkvStep>(plan, problem, row_begin, shape, step, stream);
 }
 

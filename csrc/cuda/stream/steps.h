@@ -1,8 +1,9 @@
-// The product's steps on a stream: one function per step of Backend, each one or two launches, all capturable, nothing allocated.
+// The product's steps on a stream: one function per step of Backend, each one or two launches, all capturable, nothing
+// allocated.
 //
-// A StreamPlan is made once; matrices come from `retile` in the order that `tile_order` names; DraftBatch is the device's copy of
-// the parameter block (its address stays, its contents change from launch to launch). Rows are 1..64 (`streams` says whether a
-// launch fits); anything else is for the plain kernels.
+// A StreamPlan is made once; matrices come from `retile` in the order that `tile_order` names; DraftBatch is the
+// device's copy of the parameter block (its address stays, its contents change from launch to launch). Rows are 1..64
+// (`streams` says whether a launch fits); anything else is for the plain kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +23,7 @@ struct StreamNeeds {
   int max_segments = 2;  // 2 for qkv, num_aux for a fuse with a norm for each layer
   int topk = 1;
   int num_kv_heads = 1;
-  int group = 1;     // query heads per KV head
+  int group = 1;  // query heads per KV head
   int head_dim = 128;
 };
 
@@ -44,8 +45,8 @@ struct StreamPlan {
 [[nodiscard]] DeviceLimits current_device();
 [[nodiscard]] std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs);
 
-// Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS with a share of the
-// card, or with EAGLEX_STREAM_REDUCTION=last, no block waits for another.
+// Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS with a share
+// of the card, or with EAGLEX_STREAM_REDUCTION=last, no block waits for another.
 [[nodiscard]] StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace);
 
 // Whether the streaming kernels take launches of this shape: bf16, K in multiples of 64, at most 64 rows.
@@ -56,19 +57,20 @@ struct StreamPlan {
 inline constexpr TileOrder kGateUpOrder{RowOrder::kPaired, 0, 0};
 inline constexpr TileOrder kNaturalOrder{};
 
-// `Linear::prepared` holds the tiles, `Linear::parts` the shapes. `context` is read on the host and passed by value, `batch` is
-// dereferenced on the device.
-void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineContext& context, const DraftBatch* batch,
-                 cudaStream_t stream);
+// `Linear::prepared` holds the tiles, `Linear::parts` the shapes. `context` is read on the host and passed by value,
+// `batch` is dereferenced on the device.
+void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream);
 void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineContext& context, const DraftBatch* batch,
                 cudaStream_t stream);
-void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context, const DraftBatch* batch,
-                      cudaStream_t stream);
+void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context,
+                      const DraftBatch* batch, cudaStream_t stream);
 // o_proj and down.
 void launch_projection(const StreamPlan& plan, const ProjectionParams& params, cudaStream_t stream);
-void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context, cudaStream_t stream);
+void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context,
+                    cudaStream_t stream);
 // Sampling::kGreedy only; writes LaneState::top_scores and top_ids, marks lanes whose logits are not finite.
-void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context, const DraftBatch* batch,
-                 cudaStream_t stream);
+void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream);
 
 }  // namespace eaglex::stream

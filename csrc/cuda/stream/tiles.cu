@@ -41,7 +41,8 @@ __global__ void retile_kernel(RetileArgs args) {
   const std::int64_t k_blocks = args.k / kKBlock;
   const std::int64_t pieces = args.blocks * k_blocks * 4;
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * blockDim.x / 32;
-  for (std::int64_t piece = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; piece < pieces; piece += warps) {
+  for (std::int64_t piece = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; piece < pieces;
+       piece += warps) {
     const std::int64_t strip = piece % 4;
     const std::int64_t k_block = piece / 4 % k_blocks;
     const std::int64_t row = piece / 4 / k_blocks * kBlockRows + strip * kStripRows + g;
@@ -51,7 +52,8 @@ __global__ void retile_kernel(RetileArgs args) {
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const uint4 a = low == nullptr ? zero : *reinterpret_cast<const uint4*>(low + at);
     const uint4 b = high == nullptr ? zero : *reinterpret_cast<const uint4*>(high + at);
-    // The order of k inside a piece is free as long as the activations follow it: lane q takes k 8q..8q+7 of both operands.
+    // The order of k inside a piece is free as long as the activations follow it: lane q takes k 8q..8q+7 of both
+    // operands.
     args.tiles[piece * 64 + lane] = make_uint4(a.x, b.x, a.y, b.y);
     args.tiles[piece * 64 + 32 + lane] = make_uint4(a.z, b.z, a.w, b.w);
   }
@@ -68,19 +70,21 @@ void retile(std::span<const TensorView> parts, const TileOrder& order, void* til
   args.tiles = static_cast<uint4*>(tiles);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const TensorView& part = parts[i];
-    expect(part.rank == 2 && part.contiguous() && part.shape[1] == args.k && size_of(part.dtype) == 2, ErrorCode::kShape,
-           "weight", concat("contiguous [n, ", args.k, "] of a 16-bit type"), describe(part));
-    expect(reinterpret_cast<std::uintptr_t>(part.data) % 16 == 0, ErrorCode::kShape, "weight", "16-byte alignment", part.data);
+    expect(part.rank == 2 && part.contiguous() && part.shape[1] == args.k && size_of(part.dtype) == 2,
+           ErrorCode::kShape, "weight", concat("contiguous [n, ", args.k, "] of a 16-bit type"), describe(part));
+    expect(reinterpret_cast<std::uintptr_t>(part.data) % 16 == 0, ErrorCode::kShape, "weight", "16-byte alignment",
+           part.data);
     args.part[i] = part.as<const std::uint16_t>();
     args.begin[i + 1] = args.begin[i] + part.shape[0];
   }
   expect(args.k % kKMultiple == 0, ErrorCode::kShape, "weight", concat("columns in multiples of ", kKMultiple), args.k);
   if (order.rows == RowOrder::kPaired) {
-    expect(parts.size() == 2 && parts[0].shape[0] == parts[1].shape[0] && parts[0].shape[0] % 8 == 0, ErrorCode::kShape, "weight",
-           "two parts of the same number of rows, a multiple of 8", parts[0].shape[0]);
+    expect(parts.size() == 2 && parts[0].shape[0] == parts[1].shape[0] && parts[0].shape[0] % 8 == 0, ErrorCode::kShape,
+           "weight", "two parts of the same number of rows, a multiple of 8", parts[0].shape[0]);
   }
   if (order.rows == RowOrder::kRotary) {
-    expect(order.head_dim > 0 && order.head_dim % kStripRows == 0, ErrorCode::kConfig, "head_dim", "a multiple of 16", order.head_dim);
+    expect(order.head_dim > 0 && order.head_dim % kStripRows == 0, ErrorCode::kConfig, "head_dim", "a multiple of 16",
+           order.head_dim);
     expect(order.rotary_dim % kStripRows == 0 && order.rotary_dim <= order.head_dim, ErrorCode::kConfig, "rotary_dim",
            "a multiple of 16, at most head_dim", order.rotary_dim);
   }

@@ -1,4 +1,5 @@
-// How a lane gets its operands of two m16n8k16 out of a piece of weights: the one thing that differs between precisions.
+// How a lane gets its operands of two m16n8k16 out of a piece of weights: the one thing that differs between
+// precisions.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +7,8 @@
 
 namespace eaglex::stream {
 
-// A precision gives: kBits, kPieceBytes (16 rows x 32 k), and `load`, from a piece in shared memory to the A operands of the two
-// m16n8k16 that cover its 32 k. Scales per row belong to the epilogue.
+// A precision gives: kBits, kPieceBytes (16 rows x 32 k), and `load`, from a piece in shared memory to the A operands
+// of the two m16n8k16 that cover its 32 k. Scales per row belong to the epilogue.
 struct Bf16Weights {
   static constexpr int kBits = 16;
   static constexpr int kPieceBytes = 1024;

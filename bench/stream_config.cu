@@ -1,5 +1,5 @@
 // The cut of the streaming kernels, checked without a GPU. Plain main: exits nonzero and names what failed.
-//   g++ -std=c++20 -Icsrc csrc/cuda/stream/config_test.cpp csrc/cuda/stream/config.cpp -I<cuda>/include && ./a.out
+//   nvcc -std=c++20 -Icsrc -o stream_config bench/stream_config.cu csrc/cuda/stream/config.cpp && ./stream_config
 #include "cuda/stream/config.h"
 
 #include <algorithm>
@@ -57,7 +57,8 @@ void check_slots() {
     const int narrow = slot_bytes(device.limits, Slot::kNarrow) + kReservedPerBlock;
     const int all = device.limits.shared_per_sm;
     require(2 * wide > all, concat(device.name, ": two wide slots must not fit"));
-    require(wide + narrow + kSmallKernelBytes + kReservedPerBlock <= all, concat(device.name, ": wide, narrow and small must fit"));
+    require(wide + narrow + kSmallKernelBytes + kReservedPerBlock <= all,
+            concat(device.name, ": wide, narrow and small must fit"));
     require(wide + 2 * narrow > all, concat(device.name, ": a second narrow slot must not fit"));
   }
 }
@@ -76,8 +77,10 @@ void check_configs() {
         require(config.chunks_per_segment * config.chunk_k >= problem.k, what + ": all of K has a chunk");
         require(config.tile_rows * config.chunk_k * 2 == kChunkBytes, what + ": a chunk is 16 KB");
         require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
-        require(shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes, what + ": the layout fits");
-        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits, slot), what + ": takes its whole slot");
+        require(shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
+                what + ": the layout fits");
+        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits, slot),
+                what + ": takes its whole slot");
         if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
           require(config.in_slot && config.stages >= 4, what + ": at least 4 stages beside the next kernel");
         }
@@ -89,7 +92,8 @@ void check_configs() {
   try {
     static_cast<void>(configure({64, 100, 1, 1}, kDevices[2].limits));
   } catch (const Error& error) {
-    refused = error.code() == ErrorCode::kConfig && std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
+    refused = error.code() == ErrorCode::kConfig &&
+              std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
   }
   require(refused, "k = 100 is refused by name");
 }
@@ -115,7 +119,8 @@ void check_attention() {
       for (const int width : {1, 4, 16}) {
         const AttentionGrid grid = attention_grid(device.limits.num_sms, rows, width, 8, 8);
         require(grid.lanes * grid.width >= rows && grid.packs * kPackedRows >= width * 8, "every query row has a task");
-        require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * device.limits.num_sms, "split tasks fit their counters and parts");
+        require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * device.limits.num_sms,
+                "split tasks fit their counters and parts");
       }
     }
   }
@@ -130,6 +135,6 @@ int main() {
   eaglex::stream::check_configs();
   eaglex::stream::check_rotary_order();
   eaglex::stream::check_attention();
-  if (eaglex::stream::failures == 0) std::puts("config_test: all right");
+  if (eaglex::stream::failures == 0) std::puts("stream_config: all right");
   return eaglex::stream::failures == 0 ? 0 : 1;
 }
