@@ -93,11 +93,6 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&r)[4], 
                : "r"(at)
                : "memory");
 }
-__device__ __forceinline__ std::uint32_t pack(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&both);
-}
-
 // A warp's running softmax over 16 packed query rows: lane (g, q) has rows g and g + 8.
 template <int kDim>
 struct Running {

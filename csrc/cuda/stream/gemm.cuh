@@ -38,9 +38,7 @@ struct TileView {
 };
 
 __device__ __forceinline__ void scale_pairs(std::uint32_t& x, std::uint32_t gamma) {
-  const __nv_bfloat162 product =
-      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&gamma));
-  x = *reinterpret_cast<const std::uint32_t*>(&product);
+  x = pack(__hmul2(unpack(x), unpack(gamma)));
 }
 
 template <class Weights, int kTokenTiles, class Step>

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace eaglex::stream {
 
@@ -146,6 +147,19 @@ __device__ __forceinline__ std::uint32_t increment_wrapping(std::uint32_t* p, st
   std::uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(last) : "memory");
   return old;
+}
+
+// ---- pairs of bf16 in a register, the first in the low half.
+__device__ __forceinline__ std::uint32_t pack(const __nv_bfloat162& pair) {
+  std::uint32_t bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+__device__ __forceinline__ std::uint32_t pack(float low, float high) { return pack(__floats2bfloat162_rn(low, high)); }
+__device__ __forceinline__ __nv_bfloat162 unpack(std::uint32_t bits) {
+  __nv_bfloat162 pair;
+  memcpy(&pair, &bits, sizeof(bits));
+  return pair;
 }
 
 // ---- tensor cores: D[16 x 8] += A[16 x 16] B[16 x 8].

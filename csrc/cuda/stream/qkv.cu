@@ -118,12 +118,14 @@ struct QkvStep : PlainStep {
     }
   }
   __device__ static float square(float x) { return x * x; }
-  __device__ static uint4 normed(uint4 x, const uint4& gamma, float norm) {
-    auto* const values = reinterpret_cast<bf16*>(&x);
-    const auto* const scales = reinterpret_cast<const bf16*>(&gamma);
-    for (int i = 0; i < 8; ++i)
-      values[i] = __float2bfloat16(__bfloat162float(values[i]) * norm * __bfloat162float(scales[i]));
-    return x;
+  __device__ static std::uint32_t normed(std::uint32_t x, std::uint32_t gamma, float norm) {
+    const float2 value = __bfloat1622float2(unpack(x));
+    const float2 scale = __bfloat1622float2(unpack(gamma));
+    return pack(value.x * norm * scale.x, value.y * norm * scale.y);
+  }
+  __device__ static uint4 normed(const uint4& x, const uint4& gamma, float norm) {
+    return make_uint4(normed(x.x, gamma.x, norm), normed(x.y, gamma.y, norm), normed(x.z, gamma.z, norm),
+                      normed(x.w, gamma.w, norm));
   }
 
   // A NaN in the cache would void every later draft of all requests that share the prefix.
