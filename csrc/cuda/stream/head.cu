@@ -178,7 +178,7 @@ __device__ float block_sum(float x, float* shared) {
   return sum;
 }
 
-__global__ void __launch_bounds__(kMergeThreads, 16) head_merge(const __grid_constant__ MergeArgs args) {
+__global__ void __maxnreg__(32) head_merge(const __grid_constant__ MergeArgs args) {
   extern __shared__ std::uint64_t lists[];  // [blocks][topk], then [blocks] how many of each are taken
   __shared__ float sums[kMergeThreads / 32];
   release_dependents();
