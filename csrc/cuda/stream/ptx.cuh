@@ -126,7 +126,9 @@ __device__ __forceinline__ void cp_async_16(std::uint32_t to, const void* from) 
 }
 
 // Brings a line towards L1; nobody waits. (A plain load into a register that is never used would be optimised away.)
-__device__ __forceinline__ void touch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory"); }
+__device__ __forceinline__ void touch(const void* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory");
+}
 
 // ---- counters between the blocks of one kernel.
 __device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* p) {
@@ -152,7 +154,9 @@ __device__ __forceinline__ std::uint32_t pack(const __nv_bfloat162& pair) {
   memcpy(&bits, &pair, sizeof(bits));
   return bits;
 }
-__device__ __forceinline__ std::uint32_t pack(float low, float high) { return pack(__floats2bfloat162_rn(low, high)); }
+__device__ __forceinline__ std::uint32_t pack(float low, float high) {
+  return pack(__floats2bfloat162_rn(low, high));
+}
 __device__ __forceinline__ __nv_bfloat162 unpack(std::uint32_t bits) {
   __nv_bfloat162 pair;
   memcpy(&pair, &bits, sizeof(bits));
