@@ -1,0 +1,217 @@
+// Every streaming step against the plain one, from the same inputs.
+#pragma once
+
+#include "plain.cuh"
+
+namespace eaglex::bench {
+
+inline Floats gather_rows(const Floats& table, const std::vector<std::int64_t>& rows, int count, int width) {
+  Floats out;
+  for (int t = 0; t < count; ++t) {
+    const auto begin = table.begin() + rows[static_cast<std::size_t>(t)] * width;
+    out.insert(out.end(), begin, begin + width);
+  }
+  return out;
+}
+
+// One head of D dims in place: halves paired, the angle in float.
+inline void plain_rope(float* head, float position, const Shape& s, const Floats& inv_freq, bool round) {
+  const int half = s.rotary_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const double angle = position * inv_freq[static_cast<std::size_t>(i)];
+    const auto cosine = static_cast<float>(std::cos(angle));
+    const auto sine = static_cast<float>(std::sin(angle));
+    const float left = head[i];
+    const float right = head[i + half];
+    head[i] = maybe_rounded(left * cosine - right * sine, round);
+    head[i + half] = maybe_rounded(right * cosine + left * sine, round);
+  }
+}
+
+// [tokens, q | k | v] of step 1, after RoPE.
+inline Floats plain_qkv(const Model& m, int tokens, bool round) {
+  const Shape& s = m.shape;
+  const int topk = m.context.speculation.topk;
+  std::vector<std::int64_t> lanes;
+  for (int t = 0; t < tokens; ++t) lanes.push_back(t / topk);
+  const std::vector<std::int64_t> ids = m.frontier_tokens.host();
+  Floats e(Model::size(tokens) * s.hidden);
+  for (int t = 0; t < tokens; ++t) {
+    std::vector<bf16> row(Model::size(s.hidden));
+    cudaMemcpy(row.data(), m.embed.get() + ids[Model::size(t)] * s.hidden, row.size() * 2, cudaMemcpyDeviceToHost);
+    for (int i = 0; i < s.hidden; ++i) e[Model::size(t) * s.hidden + i] = __bfloat162float(row[Model::size(i)]);
+  }
+  const Floats h = gather_rows(floats_of(m.hidden_in, m.hidden_in.size()), lanes, tokens, s.hidden);
+  const Floats en = plain_norm(e, tokens, floats_of(m.input_norm, Model::size(s.hidden)), round);
+  const Floats hn = plain_norm(h, tokens, floats_of(m.hidden_norm, Model::size(s.hidden)), round);
+  Floats x;
+  for (int t = 0; t < tokens; ++t) {
+    x.insert(x.end(), en.begin() + static_cast<std::int64_t>(t) * s.hidden,
+             en.begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
+    x.insert(x.end(), hn.begin() + static_cast<std::int64_t>(t) * s.hidden,
+             hn.begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
+  }
+  Floats y = plain_linear(x, tokens, m.qkv, round);
+  const Floats inv_freq = m.inv_freq.host();
+  const std::vector<std::int64_t> lens = m.new_len.host();
+  const int width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+  for (int t = 0; t < tokens; ++t) {
+    for (int head = 0; head < s.heads + s.kv_heads; ++head) {
+      plain_rope(y.data() + static_cast<std::int64_t>(t) * width + head * s.head_dim,
+                 static_cast<float>(lens[Model::size(t / topk)]), s, inv_freq, round);
+    }
+  }
+  return y;
+}
+
+inline Floats columns(const Floats& x, int rows, int width, int from, int count) {
+  Floats out;
+  for (int t = 0; t < rows; ++t) {
+    const auto begin = x.begin() + static_cast<std::int64_t>(t) * width + from;
+    out.insert(out.end(), begin, begin + count);
+  }
+  return out;
+}
+
+inline void check_qkv(const Model& m, int tokens, Verdict& verdict) {
+  const Shape& s = m.shape;
+  const int q = s.heads * s.head_dim;
+  const int kv = s.kv_heads * s.head_dim;
+  const int topk = m.context.speculation.topk;
+  const int nodes = m.context.speculation.num_scratch_nodes();
+  const Floats exact = plain_qkv(m, tokens, false);
+  const Floats round = plain_qkv(m, tokens, true);
+  const auto part = [&](int from, int count) {
+    return [&, from, count](bool r) { return columns(r ? round : exact, tokens, q + 2 * kv, from, count); };
+  };
+  verdict.take("q", floats_of(m.q, Model::size(tokens) * q), part(0, q));
+  std::vector<std::int64_t> at;  // step 1 writes the first topk nodes of each lane
+  for (int t = 0; t < tokens; ++t) at.push_back(static_cast<std::int64_t>(t / topk) * nodes + t % topk);
+  verdict.take("k", gather_rows(floats_of(m.scratch_k, m.scratch_k.size()), at, tokens, kv), part(q, kv));
+  verdict.take("v", gather_rows(floats_of(m.scratch_v, m.scratch_v.size()), at, tokens, kv), part(q + kv, kv));
+  std::vector<std::int64_t> lanes;
+  for (int t = 0; t < tokens; ++t) lanes.push_back(t / topk);
+  verdict.require(floats_of(m.residual, Model::size(tokens) * s.hidden) ==
+                      gather_rows(floats_of(m.hidden_in, m.hidden_in.size()), lanes, tokens, s.hidden),
+                  "residual");
+}
+
+inline void check_projection(const char* what, const Matrix& matrix, const Buffer<bf16>& x,
+                             const Buffer<bf16>& residual, const Buffer<bf16>& out, int tokens, Verdict& verdict) {
+  const auto n = Model::size(matrix.linear.parts[0].shape[0]);
+  const auto k = Model::size(matrix.linear.parts[0].shape[1]);
+  verdict.take(what, floats_of(out, Model::size(tokens) * n), [&](bool round) {
+    Floats y = plain_linear(floats_of(x, Model::size(tokens) * k), tokens, matrix, round);
+    const Floats r = floats_of(residual, y.size());
+    for (std::size_t i = 0; i < y.size(); ++i) y[i] = maybe_rounded(r[i] + y[i], round);
+    return y;
+  });
+}
+
+inline void check_gate_up(const Model& m, int tokens, Verdict& verdict) {
+  const auto inter = Model::size(m.shape.intermediate);
+  verdict.take("gate_up", floats_of(m.act, Model::size(tokens) * inter), [&](bool round) {
+    const Floats x = plain_norm(floats_of(m.middle, Model::size(tokens) * m.shape.hidden), tokens,
+                                floats_of(m.post_norm, Model::size(m.shape.hidden)), round);
+    const Floats y = plain_linear(x, tokens, m.gate_up, round);
+    Floats out(Model::size(tokens) * inter);
+    for (std::size_t t = 0; t < Model::size(tokens); ++t) {
+      for (std::size_t i = 0; i < inter; ++i) {
+        const float gate = y[t * 2 * inter + i];
+        out[t * inter + i] =
+            maybe_rounded(maybe_rounded(gate / (1 + std::exp(-gate)), round) * y[t * 2 * inter + inter + i], round);
+      }
+    }
+    return out;
+  });
+}
+
+// Scores in order against the exact ones; ids may differ only where logits are closer than the arithmetic tells apart.
+inline void check_head(const Model& m, int tokens, Verdict& verdict) {
+  const auto vocab = Model::size(m.shape.draft_vocab);
+  const auto topk = Model::size(m.context.speculation.topk);
+  const Floats x = floats_of(m.hidden, Model::size(tokens) * m.shape.hidden);
+  const Floats gamma = floats_of(m.norm, Model::size(m.shape.hidden));
+  const Floats exact = plain_linear(plain_norm(x, tokens, gamma, false), tokens, m.lm_head, false);
+  const Floats round = plain_linear(plain_norm(x, tokens, gamma, true), tokens, m.lm_head, true);
+  const std::vector<std::int32_t> ids = m.top_ids.host();
+  const Floats scores = m.top_scores.host();
+  double difference = 0;
+  for (std::size_t i = 0; i < exact.size(); ++i)
+    difference += (static_cast<double>(exact[i]) - round[i]) * (static_cast<double>(exact[i]) - round[i]);
+  const float slack = 8 * static_cast<float>(std::sqrt(difference / static_cast<double>(exact.size())));
+  bool sound = true;
+  for (std::size_t t = 0; t < Model::size(tokens); ++t) {
+    const float* const logits = exact.data() + t * vocab;
+    Floats sorted(logits, logits + vocab);
+    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    double sum = 0;
+    for (std::size_t i = 0; i < vocab; ++i) sum += std::exp(static_cast<double>(logits[i]) - sorted[0]);
+    const double log_sum = sorted[0] + std::log(sum);
+    for (std::size_t rank = 0; rank < topk; ++rank) {
+      const std::int32_t id = ids[t * topk + rank];
+      const float score = scores[t * topk + rank];
+      const bool right =
+          id >= 0 && static_cast<std::size_t>(id) < vocab && std::abs(logits[id] - sorted[rank]) <= slack &&
+          std::abs(score - (logits[id] - log_sum)) <= slack && (rank == 0 || score <= scores[t * topk + rank - 1]);
+      if (!right && sound) {
+        std::printf("  head: token %zu rank %zu id %d score %.5f, expected about %.5f (slack %.1e)\n", t, rank, id,
+                    score, sorted[rank] - log_sum, slack);
+      }
+      sound = sound && right;
+    }
+  }
+  verdict.require(sound, "head");
+}
+
+// softmax(q kᵀ / √D) v over the prefix in the pool and, in a step, the node's own scratch row; q, scratch and pool as
+// they are.
+inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verdict) {
+  const Shape& s = m.shape;
+  const int topk = m.context.speculation.topk;
+  const int nodes = m.context.speculation.num_scratch_nodes();
+  const int kv_width = s.kv_heads * s.head_dim;
+  const Floats q = floats_of(m.q, Model::size(tokens) * s.heads * s.head_dim);
+  const Floats k = floats_of(m.scratch_k, m.scratch_k.size());
+  const Floats v = floats_of(m.scratch_v, m.scratch_v.size());
+  const Floats pool_k = floats_of(m.pool_k, m.pool_k.size());
+  const Floats pool_v = floats_of(m.pool_v, m.pool_v.size());
+  const std::vector<std::int32_t> table = m.req_to_token.host();
+  const std::vector<std::int64_t> requests = m.slots.host();
+  const std::vector<std::int64_t> lens = m.new_len.host();
+  verdict.take("attention", floats_of(m.attention, q.size()), [&](bool round) {
+    Floats out(q.size());
+    for (int t = 0; t < tokens; ++t) {
+      const int lane = t / topk;
+      for (int head = 0; head < s.heads; ++head) {
+        const int kv_head = head / (s.heads / s.kv_heads);
+        const float* const query = q.data() + (static_cast<std::int64_t>(t) * s.heads + head) * s.head_dim;
+        std::vector<const float*> values;
+        std::vector<double> weights;
+        double sum = 0;
+        const auto see = [&](const Floats& keys, const Floats& vals, std::int64_t row) {
+          double score = 0;
+          for (int i = 0; i < s.head_dim; ++i)
+            score += static_cast<double>(query[i]) * keys[Model::size(row * kv_width + kv_head * s.head_dim + i)];
+          weights.push_back(std::exp(score / std::sqrt(s.head_dim)));
+          values.push_back(vals.data() + row * kv_width + kv_head * s.head_dim);
+          sum += weights.back();
+        };
+        for (std::int64_t p = 0; p < lens[Model::size(lane)]; ++p) {
+          const std::int32_t slot = table[Model::size(requests[Model::size(lane)] * Model::kContext + p)];
+          if (slot >= 0) see(pool_k, pool_v, slot);
+        }
+        if (pass == Pass::kStep) see(k, v, static_cast<std::int64_t>(lane) * nodes + t % topk);
+        for (int i = 0; i < s.head_dim; ++i) {
+          double value = 0;
+          for (std::size_t j = 0; j < values.size(); ++j) value += weights[j] * values[j][i];
+          out[(Model::size(t) * s.heads + Model::size(head)) * s.head_dim + Model::size(i)] =
+              maybe_rounded(static_cast<float>(value / sum), round);
+        }
+      }
+    }
+    return out;
+  });
+}
+
+}  // namespace eaglex::bench

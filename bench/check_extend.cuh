@@ -1,0 +1,191 @@
+// The passes of `extend` and the switches of the drafts against the plain steps. Lanes hold one row each (model.cuh).
+#pragma once
+
+#include "check.cuh"
+
+namespace eaglex::bench {
+
+inline void synchronize(cudaStream_t stream) {
+  stream::check(cudaStreamSynchronize(stream), "extend");
+}
+
+inline Floats plain_norm_parts(const Floats& x, int tokens, const Floats& gamma, int parts, bool round) {
+  const std::size_t width = gamma.size() / static_cast<std::size_t>(parts);
+  Floats out(x.size());
+  for (int p = 0; p < parts; ++p) {
+    const int from = p * static_cast<int>(width);
+    const Floats piece =
+        plain_norm(columns(x, tokens, static_cast<int>(gamma.size()), from, static_cast<int>(width)), tokens,
+                   Floats(gamma.begin() + from, gamma.begin() + from + static_cast<std::int64_t>(width)), round);
+    for (std::size_t t = 0; t < Model::size(tokens); ++t)
+      std::copy_n(piece.begin() + static_cast<std::int64_t>(t * width), width,
+                  out.begin() + static_cast<std::int64_t>(t * gamma.size()) + from);
+  }
+  return out;
+}
+
+inline void check_fuse(Model& m, int tokens, cudaStream_t stream, Verdict& verdict) {
+  const int width = Model::kNumAux * m.shape.hidden;
+  TensorView norms[Model::kNumAux];
+  for (const AuxNorm kind : {AuxNorm::kNone, AuxNorm::kWhole, AuxNorm::kEach}) {
+    m.context.config.aux_norm = kind;
+    for (int i = 0; i < Model::kNumAux; ++i) {
+      norms[i] = view_of(m.aux_norm, 0, kind == AuxNorm::kWhole ? width : m.shape.hidden);
+      norms[i].data = m.aux_norm.get() + (kind == AuxNorm::kWhole ? 0 : i * m.shape.hidden);
+    }
+    stream::launch_fuse(m.plan, {{Pass::kExtendAll, 0, tokens}, m.fc.linear, norms, m.hidden.get()}, m.context,
+                        m.batch.get(), stream);
+    synchronize(stream);
+    verdict.take("fuse", floats_of(m.hidden, Model::size(tokens) * m.shape.hidden), [&](bool round) {
+      Floats x = floats_of(m.aux, Model::size(tokens) * width);
+      const Floats gamma = floats_of(m.aux_norm, Model::size(width));
+      if (kind != AuxNorm::kNone)
+        x = plain_norm_parts(x, tokens, gamma, kind == AuxNorm::kWhole ? 1 : Model::kNumAux, round);
+      return plain_linear(x, tokens, m.fc, round);
+    });
+  }
+  m.context.config.aux_norm = AuxNorm::kNone;
+}
+
+// [tokens, q | k | v] of rows that are the lanes' own, after RoPE; the embedding normed or not.
+inline Floats plain_extend_qkv(const Model& m, int tokens, bool embedding_normed, bool round) {
+  const Shape& s = m.shape;
+  const std::vector<std::int64_t> ids = m.input_ids.host();
+  const std::vector<std::int64_t> before = m.seq_lens.host();
+  const Floats hidden = plain_norm(floats_of(m.hidden_in, Model::size(tokens) * s.hidden), tokens,
+                                   floats_of(m.hidden_norm, Model::size(s.hidden)), round);
+  Floats e = gather_rows(floats_of(m.embed, m.embed.size()), ids, tokens, s.hidden);
+  if (embedding_normed) e = plain_norm(e, tokens, floats_of(m.input_norm, Model::size(s.hidden)), round);
+  Floats x;
+  for (int t = 0; t < tokens; ++t) {
+    for (const Floats* const part : {static_cast<const Floats*>(&e), &hidden})
+      x.insert(x.end(), part->begin() + static_cast<std::int64_t>(t) * s.hidden,
+               part->begin() + static_cast<std::int64_t>(t + 1) * s.hidden);
+  }
+  Floats y = plain_linear(x, tokens, m.qkv, round);
+  const Floats inv_freq = m.inv_freq.host();
+  const int width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+  for (int t = 0; t < tokens; ++t) {
+    for (int head = 0; head < s.heads + s.kv_heads; ++head) {
+      plain_rope(y.data() + static_cast<std::int64_t>(t) * width + head * s.head_dim,
+                 static_cast<float>(before[Model::size(t)]), s, inv_freq, round);
+    }
+  }
+  return y;
+}
+
+// K and V of all rows to the pool, then the query of the last row of each lane, as the single-layer identity has it.
+// One lane in eight is held by a prompt chunk (K and V, no query), one is padded (nothing).
+inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict& verdict) {
+  const Shape& s = m.shape;
+  const int q = s.heads * s.head_dim;
+  const int kv = s.kv_heads * s.head_dim;
+  const auto status_of_lane = [](int t) {
+    return t % 8 == 5 ? LaneStatus::kHeld : t % 8 == 6 ? LaneStatus::kPadded : LaneStatus::kLive;
+  };
+  std::vector<std::int32_t> status(Model::kMaxRows);
+  for (int t = 0; t < Model::kMaxRows; ++t) status[Model::size(t)] = static_cast<std::int32_t>(status_of_lane(t));
+  m.status.set(status);
+  const std::vector<std::int32_t> table = m.req_to_token.host();
+  const std::vector<std::int64_t> requests = m.slots.host();
+  const std::vector<std::int64_t> before = m.seq_lens.host();
+  for (const bool embedding_normed : {true, false}) {
+    m.context.config.residual = embedding_normed ? Residual::kNormed : Residual::kPreNorm;
+    const Floats old_k = floats_of(m.pool_k, m.pool_k.size());
+    QkvParams params = m.qkv_params(tokens);
+    params.target = KvTarget::kPool;
+    params.parts = QkvParts::kKeyValue;
+    params.rows = {Pass::kExtendAll, 0, tokens};
+    params.gather = false;
+    if (!embedding_normed) params.input_layernorm = {};
+    stream::launch_qkv(m.plan, params, m.context, m.batch.get(), stream);
+    params.parts = QkvParts::kQuery;
+    params.rows = {Pass::kExtendLast, 0, tokens};
+    params.gather = true;
+    stream::launch_qkv(m.plan, params, m.context, m.batch.get(), stream);
+    synchronize(stream);
+    const Floats exact = plain_extend_qkv(m, tokens, embedding_normed, false);
+    const Floats round = plain_extend_qkv(m, tokens, embedding_normed, true);
+    const auto rows_where = [&](const Floats& x, int width, int from, int count, auto keep) {
+      Floats out;
+      for (int t = 0; t < tokens; ++t) {
+        if (!keep(status_of_lane(t))) continue;
+        const auto begin = x.begin() + static_cast<std::int64_t>(t) * width + from;
+        out.insert(out.end(), begin, begin + count);
+      }
+      return out;
+    };
+    const auto live = [](LaneStatus x) { return x == LaneStatus::kLive; };
+    const auto kept = [](LaneStatus x) { return x != LaneStatus::kPadded; };
+    verdict.take("extend q", rows_where(floats_of(m.q, Model::size(tokens) * q), q, 0, q, live),
+                 [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, 0, q, live); });
+    std::vector<std::int64_t> at;
+    for (int t = 0; t < tokens; ++t) {
+      at.push_back(table[Model::size(requests[Model::size(t)] * Model::kContext + before[Model::size(t)])]);
+    }
+    const Floats new_k = floats_of(m.pool_k, m.pool_k.size());
+    verdict.take("extend k", rows_where(gather_rows(new_k, at, tokens, kv), kv, 0, kv, kept),
+                 [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, q, kv, kept); });
+    verdict.take("extend v",
+                 rows_where(gather_rows(floats_of(m.pool_v, m.pool_v.size()), at, tokens, kv), kv, 0, kv, kept),
+                 [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, q + kv, kv, kept); });
+    std::size_t changed = 0;
+    for (std::size_t i = 0; i < new_k.size(); i += Model::size(kv))
+      changed +=
+          !std::equal(new_k.begin() + static_cast<std::int64_t>(i), new_k.begin() + static_cast<std::int64_t>(i) + kv,
+                      old_k.begin() + static_cast<std::int64_t>(i));
+    std::size_t allowed = 0;
+    for (int t = 0; t < tokens; ++t) allowed += kept(status_of_lane(t));
+    verdict.require(changed <= allowed, "the pool beside the rows is untouched");
+    const Floats residual = floats_of(m.residual, Model::size(tokens) * s.hidden);
+    const Floats hidden = floats_of(m.hidden_in, Model::size(tokens) * s.hidden);
+    const Floats gamma = floats_of(m.hidden_norm, Model::size(s.hidden));
+    if (embedding_normed) {
+      const auto plain = [&](bool r) {
+        return rows_where(plain_norm(hidden, tokens, gamma, r), s.hidden, 0, s.hidden, live);
+      };
+      verdict.take("normed residual", rows_where(residual, s.hidden, 0, s.hidden, live), plain);
+    } else {
+      verdict.require(
+          rows_where(residual, s.hidden, 0, s.hidden, live) == rows_where(hidden, s.hidden, 0, s.hidden, live),
+          "extend residual");
+    }
+  }
+  m.context.config.residual = Residual::kPreNorm;
+  m.status.set(std::vector<std::int32_t>(Model::kMaxRows));
+}
+
+// A row with NaN spoils its own lane and no other; the next hidden state may be the normed one.
+inline void check_head_switches(Model& m, int tokens, cudaStream_t stream, Verdict& verdict) {
+  const auto width = Model::size(m.shape.hidden);
+  const int topk = m.context.speculation.topk;
+  randomise(m.hidden, 21, 0, 3);
+  stream::check(cudaDeviceSynchronize(), "fill");
+  const Floats before = floats_of(m.hidden, Model::size(tokens) * width);
+  stream::check(cudaMemset(m.hidden.get() + (Model::size(tokens) - 1) * width + 3, 0xFF, sizeof(bf16)), "NaN");
+  m.context.config.next_hidden = NextHidden::kNormed;
+  const HeadParams params{
+      {Pass::kStep, 1, tokens}, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0};
+  stream::launch_head(m.plan, params, m.context, m.batch.get(), stream);
+  synchronize(stream);
+  m.context.config.next_hidden = NextHidden::kPreNorm;
+  const std::vector<std::int32_t> status = m.status.host();
+  bool right = true;
+  for (int lane = 0; lane < tokens / topk; ++lane) {
+    const bool spoiled = lane == tokens / topk - 1;
+    right = right && status[Model::size(lane)] ==
+                         static_cast<std::int32_t>(spoiled ? LaneStatus::kNotFinite : LaneStatus::kLive);
+  }
+  verdict.require(right, "NaN marks its own lane");
+  if (tokens > 1) {
+    const auto first = [&](const Floats& x) {
+      return Floats(x.begin(), x.begin() + static_cast<std::int64_t>((Model::size(tokens) - 1) * width));
+    };
+    const Floats gamma = floats_of(m.norm, width);
+    verdict.take("normed hidden", first(floats_of(m.hidden, Model::size(tokens) * width)),
+                 [&](bool r) { return plain_norm(first(before), tokens - 1, gamma, r); });
+  }
+  m.status.set(std::vector<std::int32_t>(Model::kMaxRows));
+}
+
+}  // namespace eaglex::bench

@@ -1,0 +1,255 @@
+// Micro-benchmark of the streaming steps: correct first (against plain kernels, under delays, bit for bit), then timed.
+//
+//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90 -Icsrc -Ibench -o steps bench/steps.cu
+// csrc/cuda/stream/*.cu
+//        csrc/cuda/stream/*.cpp csrc/core/tensor.cpp
+//   steps check | small | time
+//
+// `time`: µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the
+// L2 cache.
+#include "check_extend.cuh"
+#include "timing.cuh"
+
+namespace eaglex::bench {
+namespace {
+
+enum class Kernel { kQkv, kAttention, kOProj, kGateUp, kDown, kHead };
+constexpr Kernel kChain[] = {Kernel::kQkv,    Kernel::kAttention, Kernel::kOProj,
+                             Kernel::kGateUp, Kernel::kDown,      Kernel::kHead};
+constexpr const char* kNames[] = {"qkv", "attention", "o_proj", "gate_up", "down", "head"};
+
+void launch(const Model& m, Kernel kernel, int rows, cudaStream_t stream) {
+  const Rows pass{Pass::kStep, 1, rows};
+  switch (kernel) {
+    case Kernel::kQkv:
+      return stream::launch_qkv(m.plan, m.qkv_params(rows), m.context, m.batch.get(), stream);
+    case Kernel::kAttention:
+      return stream::launch_attention(m.plan,
+                                      {pass, 0, m.q.get(), m.scratch_k.get(), m.scratch_v.get(), m.attention.get()},
+                                      m.context, m.batch.get(), stream);
+    case Kernel::kOProj:
+      return stream::launch_projection(
+          m.plan, {pass, m.o_proj.linear, m.attention.get(), m.residual.get(), m.middle.get()}, stream);
+    case Kernel::kGateUp:
+      return stream::launch_gate_up(
+          m.plan, {pass, m.gate_up.linear, view_of(m.post_norm, 0, m.shape.hidden), m.middle.get(), m.act.get()},
+          m.context, stream);
+    case Kernel::kDown:
+      return stream::launch_projection(m.plan, {pass, m.down.linear, m.act.get(), m.middle.get(), m.hidden.get()},
+                                       stream);
+    case Kernel::kHead:
+      return stream::launch_head(m.plan,
+                                 {pass, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0},
+                                 m.context, m.batch.get(), stream);
+  }
+}
+
+void step(const Model& m, int rows, cudaStream_t stream) {
+  for (const Kernel kernel : kChain) launch(m, kernel, rows, stream);
+}
+
+// All that the chain writes, so that a read before the write shows.
+void poison(const Model& m, cudaStream_t stream) {
+  const auto fill = [stream](const auto& buffer) {
+    stream::check(cudaMemsetAsync(buffer.get(), 0xFF, buffer.size() * sizeof(*buffer.get()), stream), "poison");
+  };
+  fill(m.q), fill(m.attention), fill(m.residual), fill(m.middle), fill(m.act), fill(m.hidden), fill(m.scratch_k),
+      fill(m.scratch_v);
+  fill(m.top_ids), fill(m.top_scores);
+  const auto partials = static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.plan.counters) -
+                                                 m.plan.partials);  // they lie in this order
+  stream::check(cudaMemsetAsync(m.plan.partials, 0xFF, partials, stream), "poison");
+}
+
+struct Outputs {
+  std::vector<std::byte> bytes;
+  bool operator==(const Outputs&) const = default;
+};
+
+Outputs outputs_of(const Model& m, int rows) {
+  Outputs out;
+  const auto add = [&out](const auto& buffer, std::size_t count) {
+    const auto host = buffer.host();
+    const auto* const begin = reinterpret_cast<const std::byte*>(host.data());
+    out.bytes.insert(out.bytes.end(), begin, begin + count * sizeof(host[0]));
+  };
+  const auto n = static_cast<std::size_t>(rows);
+  add(m.q, n * m.shape.heads * m.shape.head_dim), add(m.attention, n * m.shape.heads * m.shape.head_dim);
+  add(m.act, n * m.shape.intermediate), add(m.hidden, n * m.shape.hidden);
+  add(m.top_ids, n * m.context.speculation.topk), add(m.top_scores, n * m.context.speculation.topk);
+  return out;
+}
+
+// Each kernel delayed in turn, over poisoned buffers: a kernel that read or wrote before its wait would give other
+// bits.
+void check_delays(const Model& m, int rows, cudaStream_t stream, Verdict& verdict) {
+  poison(m, stream);
+  step(m, rows, stream);
+  stream::check(cudaStreamSynchronize(stream), "step");
+  const Outputs clean = outputs_of(m, rows);
+  for (std::size_t delayed = 0; delayed < std::size(kChain); ++delayed) {
+    poison(m, stream);
+    for (std::size_t i = 0; i < std::size(kChain); ++i) {
+      if (i == delayed) launch_delay(m.plan, 200'000, stream);
+      launch(m, kChain[i], rows, stream);
+    }
+    stream::check(cudaStreamSynchronize(stream), "delayed step");
+    if (outputs_of(m, rows) != clean) std::printf("  delay before %s\n", kNames[delayed]);
+    verdict.require(outputs_of(m, rows) == clean, "same bits under a delay");
+  }
+}
+
+void check_repeats(const Model& m, int rows, int repeats, cudaStream_t stream, Verdict& verdict) {
+  const Graph graph(stream, [&] {
+    for (int i = 0; i < 2; ++i) step(m, rows, stream);
+  });
+  Outputs first;
+  bool same = true;
+  for (int i = 0; i < repeats; ++i) {
+    if (i % 8 == 0) poison(m, stream);
+    graph.launch();
+    stream::check(cudaStreamSynchronize(stream), "replay");
+    if (i == 0) first = outputs_of(m, rows);
+    same = same && outputs_of(m, rows) == first;
+  }
+  verdict.require(same, "same bits in every replay");
+}
+
+void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, Verdict& verdict) {
+  const int topk = m.context.speculation.topk;
+  for (const int rows : sizes) {
+    if (rows % topk != 0) continue;
+    m.set_lanes(rows / topk);
+    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
+      m.plan.reduction = reduction;
+      const int before = verdict.wrong;
+      poison(m, stream);
+      step(m, rows, stream);
+      stream::check(cudaStreamSynchronize(stream), "step");
+      check_qkv(m, rows, verdict);
+      if (m.shape.hidden <= 512 || rows <= 4) check_attention(m, Pass::kStep, rows, verdict);
+      check_projection("o_proj", m.o_proj, m.attention, m.residual, m.middle, rows, verdict);
+      check_gate_up(m, rows, verdict);
+      check_projection("down", m.down, m.act, m.middle, m.hidden, rows, verdict);
+      check_head(m, rows, verdict);
+      if (topk == 1) {
+        check_fuse(m, rows, stream, verdict);
+        check_extend_qkv(m, rows, stream, verdict);
+        if (m.shape.hidden <= 512 || rows <= 4) {
+          const AttentionParams params{{Pass::kExtendLast, 0, rows}, 0, m.q.get(), nullptr, nullptr, m.attention.get()};
+          stream::launch_attention(m.plan, params, m.context, m.batch.get(), stream);
+          synchronize(stream);
+          check_attention(m, Pass::kExtendLast, rows, verdict);
+        }
+      }
+      check_head_switches(m, rows, stream, verdict);
+      if (verdict.wrong != before) {
+        std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk,
+                    reduction == stream::Reduction::kOwner ? "owner" : "last arriver");
+      }
+    }
+    m.plan.reduction = stream::Reduction::kOwner;
+  }
+}
+
+std::size_t weight_bytes(const Shape& s) {
+  const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x) * 2; };
+  return n(static_cast<std::int64_t>(s.heads + 2 * s.kv_heads) * s.head_dim * 2 * s.hidden) +
+         n(static_cast<std::int64_t>(s.heads) * s.head_dim * s.hidden) + n(3LL * s.intermediate * s.hidden) +
+         n(static_cast<std::int64_t>(s.draft_vocab) * s.hidden);
+}
+
+void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
+  Model m(shape, 1);
+  const double floor_us = static_cast<double>(weight_bytes(shape)) / ceiling * 1e6;
+  double first = 0;
+  for (const int rows : {1, 8, 16, 32, 64}) {
+    m.set_lanes(rows);
+    const auto run = [&] {
+      const Graph graph(stream, [&] {
+        for (int i = 0; i < 4; ++i) step(m, rows, stream);
+      });
+      return graph.time_us() / 4;
+    };
+    const auto alone = [&](Kernel kernel) {
+      const Graph graph(stream, [&] {
+        for (int i = 0; i < 6; ++i) launch(m, kernel, rows, stream);
+      });
+      return graph.time_us() / 6;
+    };
+    const double us = run();
+    m.plan.reduction = stream::Reduction::kLastArriver;
+    const double last = run();
+    m.plan.reduction = stream::Reduction::kOwner;
+    const bool pdl = m.plan.pdl;
+    m.plan.pdl = false;
+    const double plain = run();
+    m.plan.pdl = pdl;
+    if (rows == 1) first = us;
+    std::printf(
+        "  %-22s batch %2d: %7.1f us (%.2fx of batch 1, %3.0f%% of ceiling, floor %.1f); last arriver %7.1f; no PDL "
+        "%7.1f; alone",
+        shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
+    for (const Kernel kernel : kChain) std::printf(" %s %.1f", kNames[static_cast<int>(kernel)], alone(kernel));
+    std::printf("\n");
+  }
+}
+
+int run(const std::string& what) {
+  const Shape llama{"H4096/I14336/V32k", 4096, 14336, 32, 8, 128, 32000, 32000, 128};
+  const Shape kimi{"H7168/I18432/V32k", 7168, 18432, 64, 8, 128, 32000, 32000, 128};
+  const Shape oss{"H2880/I17280/V32k", 2880, 17280, 64, 8, 64, 32000, 32000, 64};
+  // Small and awkward: K in halves of a chunk, a vocabulary that no tile divides, RoPE on half of each head.
+  const Shape small{"H320/I448/V1000", 320, 448, 4, 2, 64, 1000, 500, 32};
+  cudaStream_t stream = nullptr;
+  stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  Verdict verdict;
+  if (what == "small" || what == "check") {
+    for (const int topk : {1, 4, 16}) {
+      Model m(small, topk);
+      check_model(m,
+                  what == "small" ? std::vector<int>{1, 16, 64}
+                                  : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64},
+                  stream, verdict);
+      if (what == "check") {
+        for (const int rows : {16, 64}) {
+          m.set_lanes(rows / topk);
+          check_delays(m, rows, stream, verdict);
+          check_repeats(m, rows, 200, stream, verdict);
+        }
+      }
+    }
+  }
+  if (what == "check") {
+    for (const Shape& shape : {llama, oss}) {
+      Model m(shape, 1);
+      check_model(m, {1, 8, 12, 32, 64}, stream, verdict);
+      for (const int rows : {1, 8, 64}) {
+        m.set_lanes(rows);
+        check_delays(m, rows, stream, verdict);
+        check_repeats(m, rows, 40, stream, verdict);
+      }
+    }
+  }
+  if (what == "time") {
+    const double ceiling = read_ceiling(stream);
+    std::printf("  read ceiling %.3f TB/s\n", ceiling * 1e-12);
+    for (const Shape& shape : {llama, kimi, oss}) time_model(shape, ceiling, stream);
+  }
+  if (verdict.checks > 0)
+    std::printf("  %s: %d checks, %d wrong, worst error %.2f of PyTorch's\n", what.c_str(), verdict.checks,
+                verdict.wrong, verdict.worst);
+  return verdict.wrong == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace eaglex::bench
+
+int main(int argc, char** argv) {
+  try {
+    return eaglex::bench::run(argc > 1 ? argv[1] : "time");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "steps: %s\n", error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,140 @@
+// The cut of the streaming kernels, checked without a GPU. Plain main: exits nonzero and names what failed.
+//   nvcc -std=c++20 -Icsrc -o stream_config bench/stream_config.cu csrc/cuda/stream/config.cpp && ./stream_config
+#include "cuda/stream/config.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "cuda/stream/attention.h"
+#include "cuda/stream/tiles.h"
+
+namespace eaglex::stream {
+namespace {
+
+int failures = 0;
+
+void require(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::fprintf(stderr, "FAILED %s\n", what.c_str());
+}
+
+struct NamedDevice {
+  const char* name;
+  DeviceLimits limits;
+};
+const NamedDevice kDevices[] = {{"A100", {108, 164 << 10, 163 << 10, 80}},
+                                {"L40", {142, 100 << 10, 99 << 10, 89}},
+                                {"H200", {132, 228 << 10, 227 << 10, 90}},
+                                {"B200", {148, 228 << 10, 227 << 10, 100}},
+                                {"RTX PRO 6000", {188, 100 << 10, 99 << 10, 120}}};
+
+void check_split() {
+  for (const int grid : {1, 3, 108, 132, 188}) {
+    for (const int units : {188, 189, 500, 16000, 286720}) {
+      const Split split = split_of(units, grid);
+      int covered = 0;
+      for (int block = 0; block < grid; ++block) {
+        const int begin = split.first(block);
+        const int end = split.first(block + 1);
+        require(begin == covered && end - begin <= units / grid + 1, "the split is even and without gaps");
+        covered = end;
+        for (int unit = begin; unit < end; ++unit) {
+          if (split.block_of(unit) != block) return require(false, "block_of is the inverse of first");
+        }
+      }
+      require(covered == units, "the split covers all units");
+    }
+  }
+}
+
+void check_slots() {
+  for (const NamedDevice& device : kDevices) {
+    const int wide = slot_bytes(device.limits, Slot::kWide) + kReservedPerBlock;
+    const int narrow = slot_bytes(device.limits, Slot::kNarrow) + kReservedPerBlock;
+    const int all = device.limits.shared_per_sm;
+    require(2 * wide > all, concat(device.name, ": two wide slots must not fit"));
+    require(wide + narrow + kSmallKernelBytes + kReservedPerBlock <= all,
+            concat(device.name, ": wide, narrow and small must fit"));
+    require(wide + 2 * narrow > all, concat(device.name, ": a second narrow slot must not fit"));
+  }
+}
+
+void check_configs() {
+  for (const NamedDevice& device : kDevices) {
+    for (const int tokens : {1, 8, 9, 16, 17, 32, 33, 64}) {
+      for (const Slot slot : {Slot::kWide, Slot::kNarrow}) {
+        const GemmProblem head{32000, 4096, 1, tokens, true, slot, 16, 1, 1088};
+        const GemmProblem qkv{6144, 4096, 2, tokens, true, slot, 16, 24, 0};
+        const GemmProblem& problem = slot == Slot::kWide ? head : qkv;
+        const GemmConfig config = configure(problem, device.limits);
+        const std::string what = concat(device.name, ", ", tokens, " tokens");
+        require(config.token_tiles * 8 >= tokens, what + ": all tokens have a column");
+        require(config.row_tiles * config.tile_rows >= problem.rows, what + ": all rows have a tile");
+        require(config.chunks_per_segment * config.chunk_k >= problem.k, what + ": all of K has a chunk");
+        require(config.tile_rows * config.chunk_k * 2 == kChunkBytes, what + ": a chunk is 16 KB");
+        require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
+        require(shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
+                what + ": the layout fits");
+        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits, slot),
+                what + ": takes its whole slot");
+        if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
+          require(config.in_slot && config.stages >= 4, what + ": at least 4 stages beside the next kernel");
+        }
+        if (tokens <= 8) require(config.in_slot, what + ": batch 1 to 8 is prefetched everywhere");
+      }
+    }
+  }
+  bool refused = false;
+  try {
+    static_cast<void>(configure({64, 100, 1, 1}, kDevices[2].limits));
+  } catch (const Error& error) {
+    refused = error.code() == ErrorCode::kConfig &&
+              std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
+  }
+  require(refused, "k = 100 is refused by name");
+}
+
+void check_rotary_order() {
+  for (const int head_dim : {64, 96, 128, 256}) {
+    for (int rotary = 0; rotary <= head_dim; rotary += 16) {
+      std::vector<int> dims;
+      for (int row = 0; row < head_dim; ++row) {
+        dims.push_back(rotary_dim_at(row, rotary));
+        if (row % kStripRows >= 8 || row >= rotary) continue;
+        require(rotary_dim_at(row + 8, rotary) == dims.back() + rotary / 2, "rows g and g + 8 are partners");
+      }
+      std::sort(dims.begin(), dims.end());
+      for (int i = 0; i < head_dim; ++i) require(dims[static_cast<std::size_t>(i)] == i, "every dim has one row");
+    }
+  }
+}
+
+void check_attention() {
+  for (const NamedDevice& device : kDevices) {
+    for (int rows = 1; rows <= kMaxTokens; ++rows) {
+      for (const int width : {1, 4, 16}) {
+        const AttentionGrid grid = attention_grid(device.limits.num_sms, rows, width, 8, 8);
+        require(grid.lanes * grid.width >= rows && grid.packs * kPackedRows >= width * 8, "every query row has a task");
+        require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * device.limits.num_sms,
+                "split tasks fit their counters and parts");
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace eaglex::stream
+
+int main() {
+  eaglex::stream::check_split();
+  eaglex::stream::check_slots();
+  eaglex::stream::check_configs();
+  eaglex::stream::check_rotary_order();
+  eaglex::stream::check_attention();
+  if (eaglex::stream::failures == 0) std::puts("stream_config: all right");
+  return eaglex::stream::failures == 0 ? 0 : 1;
+}

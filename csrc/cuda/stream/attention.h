@@ -1,0 +1,53 @@
+// How decode attention is cut: pure host arithmetic, as config.h is for the matrices.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "cuda/stream/steps.h"
+
+namespace eaglex::stream {
+
+inline constexpr int kAttentionWarps = 4;
+inline constexpr int kPackedRows = 16;  // query heads of one KV head, of all rows of a lane, that one block works on
+inline constexpr int kMaxSplits = 16;
+
+struct AttentionGrid {
+  int width = 1;  // rows of one lane, which share its prefix
+  int lanes = 0;
+  int packs = 1;   // of 16 packed query rows per lane and KV head
+  int tasks = 0;   // lanes · packs · kv_heads
+  int splits = 1;  // parts of the keys of a task
+};
+
+// One block per SM works through tasks · splits items. More parts spread them more evenly, but somebody must add them
+// up: the fewest µs by a rough model of a context of about 1,000 (15 µs per task on one SM, 1 µs and a little more for
+// a sum).
+[[nodiscard]] constexpr AttentionGrid attention_grid(int num_sms, int rows, int width, int group, int kv_heads) {
+  AttentionGrid grid;
+  grid.width = width;
+  grid.lanes = (rows + width - 1) / width;
+  grid.packs = (width * group + kPackedRows - 1) / kPackedRows;
+  grid.tasks = grid.lanes * grid.packs * kv_heads;
+  float best = 1e30F;
+  for (int splits = 1; splits <= kMaxSplits && (splits == 1 || grid.tasks * splits <= 4 * num_sms); ++splits) {
+    const int rounds = (grid.tasks * splits + num_sms - 1) / num_sms;
+    const float cost = 15.0F * static_cast<float>(rounds) / static_cast<float>(splits) +
+                       (splits > 1 ? 1.0F + 0.05F * static_cast<float>(splits) : 0.0F);
+    if (cost < best) best = cost, grid.splits = splits;
+  }
+  return grid;
+}
+
+[[nodiscard]] constexpr std::size_t attention_slot_floats(int head_dim) {
+  return static_cast<std::size_t>(kPackedRows) * (static_cast<std::size_t>(head_dim) + 2);
+}
+[[nodiscard]] inline std::size_t attention_counter_bytes(const DeviceLimits& device) {
+  return static_cast<std::size_t>(4 * device.num_sms) * sizeof(std::uint32_t) / 256 * 256 + 256;
+}
+[[nodiscard]] inline std::size_t attention_partial_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
+  return attention_counter_bytes(device) +
+         static_cast<std::size_t>(4 * device.num_sms) * attention_slot_floats(needs.head_dim) * sizeof(float);
+}
+
+}  // namespace eaglex::stream

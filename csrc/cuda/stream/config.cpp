@@ -1,0 +1,61 @@
+// Choice of tile, stages and grid from shapes and device.
+#include "cuda/stream/config.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace eaglex::stream {
+namespace {
+
+constexpr int kMinStages = 2;
+
+int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int budget) {
+  int stages = kMaxStages;
+  while (stages > 0 && shared_layout(problem, token_tiles, chunk_k, stages).total > budget) --stages;
+  return stages;
+}
+
+}  // namespace
+
+bool streamable(const GemmProblem& problem) {
+  return problem.rows > 0 && problem.k > 0 && problem.k % kKMultiple == 0 && problem.segments >= 1 &&
+         problem.segments <= kMaxSegments && problem.tokens >= 1 && problem.tokens <= kMaxTokens;
+}
+
+GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
+  expect_range("rows", problem.rows, 1, 1 << 24);
+  expect(problem.k > 0 && problem.k % kKMultiple == 0, ErrorCode::kConfig, "k", concat("a multiple of ", kKMultiple),
+         problem.k);
+  expect_range("segments", problem.segments, 1, kMaxSegments);
+  expect_range("tokens", problem.tokens, 1, kMaxTokens);
+
+  GemmConfig config;
+  config.token_tiles = problem.tokens <= 8 ? 1 : problem.tokens <= 16 ? 2 : problem.tokens <= 32 ? 4 : 8;
+  config.tile_rows = tile_rows_for(config.token_tiles);
+  config.chunk_k = kChunkBytes * 8 / problem.weight_bits / config.tile_rows;
+  config.row_tiles = (problem.rows + config.tile_rows - 1) / config.tile_rows;
+  config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
+  const int units = config.row_tiles * problem.segments * config.chunks_per_segment;
+  config.grid = std::min(device.num_sms, units);
+  config.split = split_of(units, config.grid);
+
+  const int slot = std::min(slot_bytes(device, problem.slot), device.shared_per_block);
+  config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, slot);
+  config.in_slot = config.stages >= kMinStages;
+  if (!config.in_slot) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);
+  expect(config.stages >= kMinStages, ErrorCode::kConfig, "shared_per_block",
+         concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
+         device.shared_per_block);
+  config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
+  return config;
+}
+
+std::size_t partial_bytes(const GemmConfig& config, int segments) {
+  // Per block two tiles that it shares with others (its first and its last), per segment [tile_rows][8·token_tiles]
+  // sums and one row more of squares.
+  const std::size_t slot = static_cast<std::size_t>(config.tile_rows + 1) * 8 * config.token_tiles * sizeof(float);
+  return static_cast<std::size_t>(config.grid) * 2 * segments * slot;
+}
+
+}  // namespace eaglex::stream

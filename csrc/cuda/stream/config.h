@@ -1,0 +1,167 @@
+// How a weight-streaming GEMM is cut for a device: pure host arithmetic, no CUDA, so that a test on any machine can
+// check it.
+//
+// y[M, N] = x[M, K] Wᵀ with few tokens M: the weights are the A operand of the tensor cores, the tokens the columns of
+// B. W is stored as tiles (tiles.h); each block streams an equal share of them, whatever tile it begins or ends in
+// (stream-K).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define EAGLEX_HOST_DEVICE __host__ __device__
+#else
+#define EAGLEX_HOST_DEVICE
+#endif
+
+namespace eaglex::stream {
+
+inline constexpr int kMaxTokens = 64;
+inline constexpr int kMaxSegments =
+    8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
+inline constexpr int kMaxStages = 8;
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kConsumerThreads = kConsumerWarps * 32;
+inline constexpr int kThreads = kConsumerThreads + 64;  // and one warp for weights, one for activations
+
+inline constexpr int kBlockRows = 64;      // rows of W that lie together in memory
+inline constexpr int kStripRows = 16;      // rows of one tensor-core operand
+inline constexpr int kKBlock = 32;         // k values of one piece: two m16n8k16
+inline constexpr int kKMultiple = 64;      // K of a segment must be a multiple
+inline constexpr int kPaddedRows = 128;    // storage is padded to this, with zeros
+inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage
+
+// How the parts of a tile that several blocks computed are summed; both in a fixed order.
+enum class Reduction : std::uint8_t {
+  kOwner,        // the block with the tile's head waits for the others: needs the whole grid resident
+  kLastArriver,  // whoever is last sums up: never waits, a little slower
+};
+
+// What the kernels need to know of a device and of how it is shared.
+struct DeviceLimits {
+  int num_sms = 0;
+  int shared_per_sm = 0;       // bytes
+  int shared_per_block = 0;    // bytes, opt-in
+  int compute_capability = 0;  // 90 for sm_90
+};
+
+// Which part of an SM's shared memory a kernel of the chain takes. PDL places the next kernel's blocks wherever there
+// is room as the last one's leave; two blocks of one kernel on an SM, and none on another, would halve its speed, and
+// stay so down the chain. So kernels alternate: of the wide ones an SM holds one (it is more than half), and beside it
+// one narrow one and a small one.
+//   qkv narrow, attention wide, o_proj narrow, gate_up wide, down narrow, head wide; merge, select and the like are
+// small.
+enum class Slot : std::uint8_t { kWide, kNarrow };
+inline constexpr int kReservedPerBlock = 1024;  // bytes that a resident block costs besides its own
+inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
+
+[[nodiscard]] constexpr int slot_bytes(const DeviceLimits& device, Slot slot) {
+  const int wide = device.shared_per_sm / 2 + 512 - kReservedPerBlock;
+  return slot == Slot::kWide ? wide : device.shared_per_sm - wide - kSmallKernelBytes - 3 * kReservedPerBlock;
+}
+
+// Rows of W per tile: more rows read the activations less often, fewer spread a small matrix more evenly.
+[[nodiscard]] constexpr int tile_rows_for(int token_tiles) {
+  return token_tiles <= 2 ? 64 : 128;
+}
+
+// How units (chunks) are dealt to blocks: in order, `share` each and one more to the first `extra`. No division but for
+// block_of, since the epilogue of every tile asks, and while it computes nobody multiplies.
+struct Split {
+  int share = 0;
+  int extra = 0;
+
+  [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int first(int block) const {
+    return block * share + (block < extra ? block : extra);
+  }
+  // The block that works on `unit`.
+  [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int block_of(int unit) const {
+    const int in_larger = extra * (share + 1);
+    return unit < in_larger ? unit / (share + 1) : extra + (unit - in_larger) / share;
+  }
+};
+
+[[nodiscard]] constexpr Split split_of(int units, int grid) {
+  return {units / grid, units % grid};
+}
+
+struct GemmProblem {
+  int rows = 0;  // N
+  int k = 0;     // of one segment
+  int segments = 1;
+  int tokens = 0;  // M
+  bool normed = false;
+  Slot slot = Slot::kNarrow;
+  int weight_bits = 16;
+  int row_info_bytes = 0;  // what the epilogue keeps per token
+  int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
+};
+
+struct GemmConfig {
+  int token_tiles = 0;  // n8 tiles: 1, 2, 4 or 8
+  int tile_rows = 0;    // 64 or 128
+  int chunk_k = 0;      // k values of a chunk
+  int row_tiles = 0;
+  int chunks_per_segment = 0;
+  int grid = 0;
+  Split split;  // of all chunks over the grid
+  int stages = 0;
+  int shared_bytes = 0;  // the whole slot, needed or not
+  bool in_slot = false;  // fits its slot; if not, it still runs, but nothing is prefetched beside it
+};
+
+// Throws ErrorCode::kConfig where the problem cannot be streamed at all.
+[[nodiscard]] GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device);
+
+// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64.
+[[nodiscard]] bool streamable(const GemmProblem& problem);
+
+// Bytes of the partial sums that the blocks of one launch exchange.
+[[nodiscard]] std::size_t partial_bytes(const GemmConfig& config, int segments);
+
+// ---- shared between host and kernel
+
+// Offsets into dynamic shared memory.
+struct SharedLayout {
+  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit
+  int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
+  int exchange = 0;  // between the warps: halves of K, tiles of logits
+  int norms = 0;     // [2 halves of K][tokens] sums of squares, then [segments][tokens] 1 / rms
+  int sources = 0;   // [segments][tokens] pointers to rows of x
+  int row_info = 0;  // [tokens] of the epilogue's own type
+  int state = 0;     // the epilogue's own
+  int barriers = 0;  // full and empty per stage, then one for row_info
+  int total = 0;
+};
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int align_up(int value, int to) {
+  return (value + to - 1) / to * to;
+}
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int exchange_bytes(int token_tiles) {
+  // R = 64: four warps hand over their half of K. Either R: one n8 tile of logits, rows padded by 4 against bank
+  // conflicts.
+  const int rows = token_tiles <= 2 ? 64 : 128;
+  const int halves = rows == 64 ? 4 * 512 * token_tiles : 0;
+  const int logits = 8 * (rows + 4) * 4;
+  return halves > logits ? halves : logits;
+}
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr SharedLayout shared_layout(const GemmProblem& p, int token_tiles,
+                                                                      int chunk_k, int stages) {
+  const int tokens = 8 * token_tiles;
+  SharedLayout at;
+  at.x = stages * kChunkBytes;
+  at.gamma = at.x + stages * chunk_k * p.tokens * 2;
+  at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
+  at.norms = at.exchange + align_up(exchange_bytes(token_tiles), 16);
+  at.sources = at.norms + (p.normed ? (2 + p.segments) * tokens * 4 : 0);
+  at.row_info = at.sources + p.segments * tokens * 8;
+  at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
+  at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
+  at.total = at.barriers + 8 * (2 * stages + 2);
+  return at;
+}
+
+}  // namespace eaglex::stream

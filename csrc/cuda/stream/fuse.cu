@@ -1,0 +1,87 @@
+// fuse: hidden = fc of the auxiliary hidden states, each normed where the draft says so.    Formula: reference.py fuse.
+// Caller: Backend::fuse, once per cycle.    Bytes: fc once, aux_hidden_states per block from L2.
+// Mapping: gemm.cuh; one segment of K per norm.
+#include "core/lane.h"
+#include "cuda/stream/launch.cuh"
+
+namespace eaglex::stream {
+namespace {
+
+template <bool kWithNorm>
+struct FuseStep : PlainStep {
+  static constexpr Slot kSlot = Slot::kWide;
+  static constexpr bool kNormed = kWithNorm;
+  struct Params {
+    EngineContext context;
+    const DraftBatch* batch;
+    Rows rows_of_pass;
+    const bf16* idle_row;
+    bf16* hidden;
+    int k;  // of one segment
+    int segments;
+    int rows;
+  };
+
+  // Rows of lanes that keep nothing may hold anything, NaN too; they read zeros.
+  __device__ static void locate(const Params& params, int token, const bf16** source, int stride, PlainStep::RowInfo*) {
+    const DraftBatch& batch = *params.batch;
+    const bool live = eaglex::locate(params.context, batch, params.rows_of_pass, token).live;
+    const bf16* const row = static_cast<const bf16*>(batch.aux_hidden_states) + token * batch.aux_stride;
+    for (int i = 0; i < params.segments; ++i)
+      source[i * stride] = live ? row + static_cast<std::int64_t>(i) * params.k : params.idle_row;
+  }
+
+  template <int kTokenTiles>
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<PlainStep::RowInfo>& view,
+                                              const float (&acc)[kTokenTiles][4]) {
+    if (view.role.half != 0) return;
+    const int row = view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = t * 8 + view.role.lane % 4 * 2 + i % 2;
+        const int at = row + i / 2 * 8;
+        if (token < view.tokens && at < params.rows) {
+          params.hidden[static_cast<std::int64_t>(token) * params.rows + at] = __float2bfloat16(acc[t][i]);
+        }
+      }
+    }
+  }
+};
+
+template <class Step>
+void launch(const StreamPlan& plan, const FuseParams& params, const EngineContext& context, const DraftBatch* batch,
+            int segments, cudaStream_t stream) {
+  const int rows = rows_of(params.fc);
+  const int k = columns_of(params.fc) / segments;
+  GemmShape shape;
+  shape.tiles = tiles_of(params.fc);
+  shape.eps = context.config.rms_norm_eps;
+  if constexpr (Step::kNormed) {
+    for (int i = 0; i < segments; ++i) {
+      expect_bf16("aux_norms", params.aux_norms[i]);
+      shape.gamma[i] = params.aux_norms[i].template as<const bf16>();
+    }
+  }
+  const typename Step::Params step{
+      context, batch,    params.rows, static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden),
+      k,       segments, rows};
+  launch_gemm<Step>(plan, problem_of<Step>(rows, k, segments, params.rows.max_rows), 0, shape, step, stream);
+}
+
+}  // namespace
+
+void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream) {
+  switch (context.config.aux_norm) {
+    case AuxNorm::kNone:
+      return launch<FuseStep<false>>(plan, params, context, batch, 1, stream);
+    case AuxNorm::kWhole:
+      return launch<FuseStep<true>>(plan, params, context, batch, 1, stream);
+    case AuxNorm::kEach:
+      return launch<FuseStep<true>>(plan, params, context, batch, context.config.num_aux, stream);
+  }
+}
+
+}  // namespace eaglex::stream

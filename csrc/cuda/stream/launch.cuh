@@ -1,0 +1,131 @@
+// Host side of every stream_gemm: problem -> config -> launch, with or without PDL.
+#pragma once
+
+#include "core/error.h"
+#include "cuda/stream/check.h"
+#include "cuda/stream/gemm.cuh"
+#include "cuda/stream/steps.h"
+
+namespace eaglex::stream {
+
+// Every kernel of the chain executes griddepcontrol.wait, so all may be launched with the attribute. All ask for the
+// largest share of shared memory, needed or not: an SM must drain before its split changes, and kernels of two splits
+// never overlap.
+template <class... Parameters, class... Args>
+void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+                    cudaStream_t stream, const Args&... args) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "carveout");
+  if (shared_bytes > 0)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "shared memory");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = plan.pdl ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, args...), "launch");
+}
+
+template <class Step>
+[[nodiscard]] GemmProblem problem_of(int rows, int k, int segments, int tokens) {
+  return {rows,
+          k,
+          segments,
+          tokens,
+          Step::kNormed,
+          Step::kSlot,
+          Bf16Weights::kBits,
+          static_cast<int>(sizeof(typename Step::RowInfo)),
+          Step::kStateBytes};
+}
+
+template <int kTokenTiles, class Step>
+void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, const GemmShape& shape,
+                  const typename Step::Params& params, cudaStream_t stream) {
+  auto* const kernel = stream_gemm<Bf16Weights, kTokenTiles, Step>;
+  const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
+  launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape,
+                 layout, params);
+}
+
+// Fills in what follows from the plan and the problem; `shape` brings tiles, gammas and eps. Returns the grid. A launch
+// of a range of rows gives the first row and their number; the tiles around them are computed whole.
+template <class Step>
+int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_row, GemmShape shape,
+                const typename Step::Params& params, cudaStream_t stream) {
+  GemmProblem covered = problem;
+  const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
+  covered.rows += first_row % tile_rows;
+  const GemmConfig config = configure(covered, plan.device);
+  expect(shape.tiles != nullptr, ErrorCode::kShape, "Linear::prepared", "tiles", "null");
+  expect_range("rows of a matrix", first_row + problem.rows, 1, plan.needs.max_rows);
+  expect_range("k of a row", static_cast<long long>(problem.k), 1, plan.needs.max_k);
+  expect_range("segments", problem.segments, 1, plan.needs.max_segments);
+  shape.k = problem.k;
+  shape.segments = problem.segments;
+  shape.tokens = problem.tokens;
+  shape.first_row_tile = first_row / tile_rows;
+  shape.row_tiles = config.row_tiles;
+  shape.chunks_per_segment = config.chunks_per_segment;
+  shape.stages = config.stages;
+  shape.split = config.split;
+  shape.reduction = plan.reduction;
+  shape.partials = reinterpret_cast<float4*>(plan.partials);
+  shape.counters = plan.counters;
+  shape.failed = plan.failed;
+  switch (config.token_tiles) {
+    case 1:
+      launch_tiled<1, Step>(plan, covered, config, shape, params, stream);
+      break;
+    case 2:
+      launch_tiled<2, Step>(plan, covered, config, shape, params, stream);
+      break;
+    case 4:
+      launch_tiled<4, Step>(plan, covered, config, shape, params, stream);
+      break;
+    default:
+      launch_tiled<8, Step>(plan, covered, config, shape, params, stream);
+      break;
+  }
+  return config.grid;
+}
+
+[[nodiscard]] inline const std::byte* tiles_of(const Linear& linear) {
+  return static_cast<const std::byte*>(linear.prepared);
+}
+
+// Rows of the parts of a matrix together.
+[[nodiscard]] inline int rows_of(const Linear& linear) {
+  std::int64_t rows = 0;
+  for (int i = 0; i < linear.num_parts; ++i) rows += linear.parts[i].shape[0];
+  return static_cast<int>(rows);
+}
+
+[[nodiscard]] inline int columns_of(const Linear& linear) {
+  return static_cast<int>(linear.parts[0].shape[1]);
+}
+
+inline void expect_bf16(const char* field, const TensorView& tensor) {
+  expect(tensor.dtype == DType::kBF16, ErrorCode::kShape, field, "bfloat16", name_of(tensor.dtype));
+}
+
+// What a step without state, rows of its own or work beside the stream leaves out.
+struct PlainStep {
+  struct RowInfo {};
+  static constexpr int kStateBytes = 0;
+  template <int kTokenTiles>
+  __device__ static void begin(std::byte*) {}
+  template <int kTokenTiles>
+  __device__ static void end(const auto&, const WarpRole&, int, std::byte*) {}
+  template <int kTokenTiles>
+  __device__ static void touch_inputs(const auto&, const auto&) {}
+  template <int kTokenTiles>
+  __device__ static void beside(const auto&, const bf16* const*, int, int) {}
+};
+
+}  // namespace eaglex::stream

@@ -1,0 +1,184 @@
+// The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
+//
+// The weight warp touches nothing but weights and gammas, which never change, so it never waits for the kernel before:
+// under PDL the ring is full when the activations arrive. The activation warp waits, finds the rows, and copies them
+// beside the weights.
+#pragma once
+
+#include "cuda/stream/config.h"
+#include "cuda/stream/ptx.cuh"
+#include "cuda/stream/weights.cuh"
+
+namespace eaglex::stream {
+
+using bf16 = __nv_bfloat16;
+
+// One launch, without what its step adds.
+struct GemmShape {
+  const std::byte* tiles = nullptr;
+  const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
+  int k = 0;                             // of one segment
+  int segments = 1;
+  int tokens = 0;
+  int first_row_tile = 0;
+  int row_tiles = 0;
+  int chunks_per_segment = 0;
+  int stages = 0;
+  Split split;
+  Reduction reduction = Reduction::kOwner;
+  float eps = 0;
+  float4* partials = nullptr;         // partial_bytes()
+  std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
+  std::uint32_t* failed = nullptr;    // set where a wait between blocks ran into its deadline
+};
+
+template <class Weights, int kTokenTiles>
+struct Geometry {
+  static constexpr int kTileRows = tile_rows_for(kTokenTiles);
+  static constexpr int kRowWarps = kTileRows / kStripRows;
+  static constexpr int kHalves =
+      kConsumerWarps / kRowWarps;  // warps that share a strip, each with its part of a chunk's k
+  static constexpr int kChunkK = kChunkBytes * 8 / Weights::kBits / kTileRows;
+  static constexpr int kKBlocks = kChunkK / kKBlock;
+  static constexpr int kWarpKBlocks = kKBlocks / kHalves;
+  static constexpr int kTokens = 8 * kTokenTiles;
+  static constexpr int kRowBlocks = kTileRows / kBlockRows;
+  static_assert(kWarpKBlocks * kHalves == kKBlocks && kRowWarps * kHalves == kConsumerWarps);
+};
+
+// Where a unit lies: the tile (row_tile, segment) and which chunk of the segment.
+struct Cursor {
+  int row_tile;
+  int segment;
+  int chunk;
+
+  __device__ Cursor(const GemmShape& shape, int unit) {
+    const int per_tile = shape.segments * shape.chunks_per_segment;
+    row_tile = unit / per_tile;
+    segment = unit % per_tile / shape.chunks_per_segment;
+    chunk = unit % shape.chunks_per_segment;
+  }
+  __device__ void next(const GemmShape& shape) {
+    if (++chunk < shape.chunks_per_segment) return;
+    chunk = 0;
+    if (++segment < shape.segments) return;
+    segment = 0;
+    ++row_tile;
+  }
+};
+
+struct Ring {
+  std::uint32_t weights;  // shared addresses
+  std::uint32_t x;
+  std::uint32_t gamma;
+  std::uint32_t full;
+  std::uint32_t empty;
+  int stages;
+  int x_bytes;  // of a stage: chunk_k · tokens · 2
+};
+
+// Position in the ring. A producer starts one round ahead: its first waits for an empty stage return at once.
+struct RingPosition {
+  int stage = 0;
+  std::uint32_t phase;
+  __device__ explicit RingPosition(std::uint32_t first_phase) : phase(first_phase) {}
+  __device__ void next(const Ring& ring) {
+    if (++stage < ring.stages) return;
+    stage = 0;
+    phase ^= 1;
+  }
+};
+inline constexpr std::uint32_t kProducer = 1;
+inline constexpr std::uint32_t kConsumer = 0;
+
+// Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation
+// warp's.
+inline constexpr int kFullArrivals = 32 + (kBulkCopies ? 1 : 32);
+
+template <class Weights, int kTokenTiles, bool kNormed>
+__device__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
+  using G = Geometry<Weights, kTokenTiles>;
+  constexpr int kKBlockBytes = kBlockRows / kStripRows * Weights::kPieceBytes;  // of one row block
+  const int lane = threadIdx.x % 32;
+  if (kBulkCopies && lane != 0) return;
+  const std::uint64_t policy = kBulkCopies ? evict_first_policy() : 0;
+  const int k_blocks = shape.k / kKBlock;
+  RingPosition at(kProducer);
+  Cursor cursor(shape, first);
+  for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    const int k_block = cursor.chunk * G::kKBlocks;
+    const int count = min(G::kKBlocks, k_blocks - k_block);
+    const std::uint32_t bytes = count * kKBlockBytes;
+    const std::uint32_t bar = ring.full + 8 * at.stage;
+    const std::uint32_t to = ring.weights + at.stage * kChunkBytes;
+    const bf16* const gamma = kNormed ? shape.gamma[cursor.segment] : nullptr;
+    const std::uint32_t gamma_to = ring.gamma + at.stage * G::kChunkK * 2;
+    if (kBulkCopies) mbar_arrive_expect(bar, G::kRowBlocks * bytes + (gamma != nullptr ? count * kKBlock * 2 : 0));
+#pragma unroll
+    for (int block = 0; block < G::kRowBlocks; ++block) {
+      const std::int64_t row_block =
+          static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
+      const std::int64_t piece = (row_block * shape.segments + cursor.segment) * k_blocks + k_block;
+      const std::byte* const from = shape.tiles + piece * kKBlockBytes;
+      const std::uint32_t block_to = to + block * (kChunkBytes / G::kRowBlocks);
+      if constexpr (kBulkCopies) {
+        bulk_copy(block_to, from, bytes, bar, policy);
+      } else {
+        for (std::uint32_t i = lane * 16; i < bytes; i += 512) cp_async_16(block_to + i, from + i);
+      }
+    }
+    if (gamma != nullptr) {
+      const bf16* const from = gamma + k_block * kKBlock;
+      if constexpr (kBulkCopies) {
+        bulk_copy(gamma_to, from, count * kKBlock * 2, bar, policy);
+      } else {
+        for (int i = lane; i < count * 4; i += 32) cp_async_16(gamma_to + i * 16, from + i * 8);
+      }
+    }
+    if (!kBulkCopies) mbar_arrive_on_cp_async(bar);
+  }
+}
+
+// `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows
+// in registers: with one warp for all copies of a chunk, a look-up per copy would be slower than the weights.
+template <class Weights, int kTokenTiles>
+__device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
+                                    int last) {
+  using G = Geometry<Weights, kTokenTiles>;
+  constexpr int kPieces = G::kKBlocks * 4;     // of 16 bytes, per token and chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;  // a warp's copies cover whole rows
+  constexpr int kCopies = G::kTokens / kTokensAtOnce;
+  const int lane = threadIdx.x % 32;
+  const int token = lane / kPieces;
+  const int piece = lane % kPieces;
+  const int last_pieces = (shape.k / kKBlock - (shape.chunks_per_segment - 1) * G::kKBlocks) * 4;
+  const std::uint32_t to = ring.x + ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16;
+  const bf16* rows[kCopies];
+  int segment = -1;
+  RingPosition at(kProducer);
+  Cursor cursor(shape, first);
+  for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+    if (cursor.segment != segment) {
+      segment = cursor.segment;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = token + i * kTokensAtOnce;
+        rows[i] = sources[segment * G::kTokens + (row < shape.tokens ? row : 0)] + piece * 8;
+      }
+    }
+    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    const int offset = cursor.chunk * G::kChunkK;
+    if (cursor.chunk + 1 < shape.chunks_per_segment || piece < last_pieces) {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (token + i * kTokensAtOnce < shape.tokens) {
+          cp_async_16(to + at.stage * ring.x_bytes + i * kTokensAtOnce * 64, rows[i] + offset);
+        }
+      }
+    }
+    mbar_arrive_on_cp_async(ring.full + 8 * at.stage);
+  }
+}
+
+}  // namespace eaglex::stream

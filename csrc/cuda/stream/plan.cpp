@@ -1,0 +1,86 @@
+// Workspace and switches of the streaming kernels.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/workspace.h"
+#include "cuda/stream/attention.h"
+#include "cuda/stream/check.h"
+#include "cuda/stream/steps.h"
+
+namespace eaglex::stream {
+namespace {
+
+bool env_is(const char* name, const char* value) {
+  const char* const set = std::getenv(name);
+  return set != nullptr && std::strcmp(set, value) == 0;
+}
+
+// The most that any launch exchanges: 64 tokens, tiles of 128 rows.
+std::size_t most_partial_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
+  GemmConfig largest;
+  largest.tile_rows = tile_rows_for(kMaxTokens / 8);
+  largest.token_tiles = kMaxTokens / 8;
+  largest.grid = device.num_sms;
+  return partial_bytes(largest, needs.max_segments);
+}
+
+StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace& workspace) {
+  StreamPlan plan;
+  plan.device = device;
+  plan.needs = needs;
+  const auto blocks = static_cast<std::size_t>(device.num_sms);
+  plan.partials = workspace.take<std::byte>(most_partial_bytes(device, needs));
+  plan.counters = workspace.take<std::uint32_t>(static_cast<std::size_t>(needs.max_rows / kBlockRows + 2));
+  plan.failed = workspace.take<std::uint32_t>(1);
+  plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
+  plan.head_keys = workspace.take<std::uint64_t>(blocks * kMaxTokens * static_cast<std::size_t>(needs.topk));
+  plan.head_stats = workspace.take<float2>(blocks * kMaxTokens);
+  plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs));
+  return plan;
+}
+
+}  // namespace
+
+DeviceLimits current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "device");
+  const auto get = [device](cudaDeviceAttr attribute) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, attribute, device), "device attribute");
+    return value;
+  };
+  DeviceLimits limits;
+  limits.num_sms = get(cudaDevAttrMultiProcessorCount);
+  limits.shared_per_sm = get(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  limits.shared_per_block = get(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  limits.compute_capability = 10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor);
+  return limits;
+}
+
+std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
+  Workspace count;
+  static_cast<void>(carve(device, needs, count));
+  return count.used();
+}
+
+StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace) {
+  Workspace memory(workspace);
+  StreamPlan plan = carve(device, needs, memory);
+  plan.pdl = device.compute_capability >= 90 && !env_is("EAGLEX_PDL", "0");
+  const bool shared = std::getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") != nullptr;
+  plan.reduction = shared || env_is("EAGLEX_STREAM_REDUCTION", "last") ? Reduction::kLastArriver : Reduction::kOwner;
+  return plan;
+}
+
+bool streams(const Rows& rows, int k) {
+  return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens && k % kKMultiple == 0;
+}
+
+TileOrder qkv_order(const DraftConfig& config) {
+  return {RowOrder::kRotary, config.head_dim, config.rotary_dim};
+}
+
+}  // namespace eaglex::stream

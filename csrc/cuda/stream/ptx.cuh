@@ -1,0 +1,174 @@
+// The instructions behind the weight stream, one thin function each. Before sm_90 there are neither bulk copies nor
+// programmatic dependent launch (PDL): there the weights come by cp.async, and the two PDL instructions are nothing.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace eaglex::stream {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kBulkCopies = false;
+#else
+inline constexpr bool kBulkCopies = true;
+#endif
+
+inline constexpr std::uint64_t kDeadlineNs = 2'000'000'000;  // no wait inside a kernel outlives this
+
+__device__ __forceinline__ std::uint64_t now_ns() {
+  std::uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- PDL. `release_dependents` only lets the next kernel be scheduled; `wait_for_producers` is what makes data
+// visible.
+__device__ __forceinline__ void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_producers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- mbarriers in shared memory; `bar` is a shared address.
+__device__ __forceinline__ void mbar_init(std::uint32_t bar, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the bulk-copy engine; threads of the block need a barrier of their own besides.
+__device__ __forceinline__ void mbar_init_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void mbar_arrive(std::uint32_t bar) {
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void mbar_arrive_expect(std::uint32_t bar, std::uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#endif
+}
+
+// Arrives, for the calling thread, once all its earlier cp.async have landed.
+__device__ __forceinline__ void mbar_arrive_on_cp_async(std::uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ bool mbar_try_wait(std::uint32_t bar, std::uint32_t parity) {
+  std::uint32_t done;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+#else
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+#endif
+  return done != 0;
+}
+
+// A copy of this block that does not land within the deadline is a fault of the device: trap rather than hang.
+inline __device__ __noinline__ void mbar_wait_slow(std::uint32_t bar, std::uint32_t parity) {
+  const std::uint64_t start = now_ns();
+  std::uint32_t polls = 0;
+#pragma unroll 1
+  while (!mbar_try_wait(bar, parity)) {
+    if ((++polls & 255U) == 0 && now_ns() - start > kDeadlineNs) __trap();
+  }
+}
+
+__device__ __forceinline__ void mbar_wait(std::uint32_t bar, std::uint32_t parity) {
+  if (mbar_try_wait(bar, parity)) return;
+  if (mbar_try_wait(bar, parity)) return;
+  mbar_wait_slow(bar, parity);
+}
+
+// ---- copies from global to shared memory.
+__device__ __forceinline__ std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// One thread copies `bytes` (a multiple of 16); completes on `bar`. Weights are read once: the policy keeps them from
+// evicting the rest.
+__device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t bar,
+                                          std::uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void cp_async_16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Brings a line towards L1; nobody waits. (A plain load into a register that is never used would be optimised away.)
+__device__ __forceinline__ void touch(const void* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory");
+}
+
+// ---- counters between the blocks of one kernel.
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* p) {
+  std::uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void add_release(std::uint32_t* p) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
+
+// Counts up to `last`, then wraps to 0; returns the value before.
+__device__ __forceinline__ std::uint32_t increment_wrapping(std::uint32_t* p, std::uint32_t last) {
+  std::uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(last) : "memory");
+  return old;
+}
+
+// ---- pairs of bf16 in a register, the first in the low half.
+__device__ __forceinline__ std::uint32_t pack(const __nv_bfloat162& pair) {
+  std::uint32_t bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+__device__ __forceinline__ std::uint32_t pack(float low, float high) {
+  return pack(__floats2bfloat162_rn(low, high));
+}
+__device__ __forceinline__ __nv_bfloat162 unpack(std::uint32_t bits) {
+  __nv_bfloat162 pair;
+  memcpy(&pair, &bits, sizeof(bits));
+  return pair;
+}
+
+// ---- tensor cores: D[16 x 8] += A[16 x 16] B[16 x 8].
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace eaglex::stream

@@ -1,0 +1,226 @@
+// qkv: q, k, v of the normed embedding and hidden state, RoPE on q and k, k and v to their place.    Formula:
+// reference.py qkv.
+// Caller: Backend::qkv.    Bytes: the three matrices once (or those of QkvParts), one embedding row per token.
+// Mapping: gemm.cuh over tiles in RowOrder::kRotary: a thread holds both dims that RoPE turns together; K is [embedding
+// | hidden], a segment with a norm each. The activation warp finds each row's token, source, position and KV slot.
+#include "cuda/stream/launch.cuh"
+#include "cuda/stream/place.cuh"
+
+namespace eaglex::stream {
+namespace {
+
+// cos and sin of a float angle of any size: reduced in double, since a position of 100,000 is 16,000 turns.
+__device__ __forceinline__ float2 turn_of(float angle) {
+  const double quarter = rint(static_cast<double>(angle) * 0.63661977236758134);
+  const float rest = static_cast<float>(fma(quarter, -1.5707963267948966, static_cast<double>(angle)));
+  float sine;
+  float cosine;
+  const float square = rest * rest;  // |rest| <= π/4: minimax polynomials, 1 ulp
+  sine =
+      fmaf(fmaf(fmaf(fmaf(2.86567956e-6F, square, -1.98559923e-4F), square, 8.33338592e-3F), square, -1.66666672e-1F),
+           square * rest, rest);
+  cosine = fmaf(fmaf(fmaf(fmaf(2.44677067e-5F, square, -1.38877297e-3F), square, 4.16666567e-2F), square, -0.5F),
+                square, 1.0F);
+  const int turns = static_cast<int>(static_cast<long long>(quarter) & 3);
+  const float2 swapped = turns & 1 ? make_float2(-sine, cosine) : make_float2(cosine, sine);
+  return turns & 2 ? make_float2(-swapped.x, -swapped.y) : swapped;
+}
+
+struct QkvStep : PlainStep {
+  static constexpr Slot kSlot = Slot::kNarrow;
+  static constexpr bool kNormed = true;
+  struct Params {
+    EngineContext context;
+    const DraftBatch* batch;
+    Rows rows_of_pass;
+    int layer;
+    bool gather;
+    bool has_embedding;  // the first layer
+    bool normed_residual;
+    KvTarget target;
+    int row_begin;  // of the concatenated q | k | v that this launch computes
+    int row_end;
+    const bf16* embed_tokens;
+    const bf16* hidden;
+    const bf16* hidden_norm;
+    const bf16* idle_row;
+    const float* inv_freq;
+    bf16* q;
+    bf16* residual;  // null: not wanted
+    bf16* scratch_k;
+    bf16* scratch_v;
+  };
+  struct RowInfo {
+    float position;
+    bf16* k;  // null: nothing to be written
+    bf16* v;
+  };
+
+  __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
+    const EngineContext& context = params.context;
+    const DraftBatch& batch = *params.batch;
+    touch_place(context, params.batch, params.rows_of_pass, token);
+    const RowPlace place = eaglex::locate(context, batch, params.rows_of_pass, token);
+    const int hidden_size = context.config.hidden_size;
+    const bf16* embedding = params.idle_row;
+    const bf16* hidden = params.idle_row;
+    *info = {static_cast<float>(place.position), nullptr, nullptr};
+    if (place.live) {
+      const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? context.lanes.frontier_tokens[token]
+                                                                      : batch.input_ids[place.source];
+      if (params.has_embedding) embedding = params.embed_tokens + id * hidden_size;
+      hidden = params.hidden + (params.gather ? place.source : token) * hidden_size;
+      find_kv(params, batch, place, token, info);
+    }
+    if (params.has_embedding) source[0] = embedding;
+    source[params.has_embedding ? stride : 0] = hidden;
+  }
+
+  __device__ static void find_kv(const Params& params, const DraftBatch& batch, const RowPlace& place, int token,
+                                 RowInfo* info) {
+    const EngineContext& context = params.context;
+    const std::int64_t width = context.config.kv_size();
+    if (params.target == KvTarget::kScratch) {
+      const int topk = context.speculation.topk;
+      const std::int64_t node = static_cast<std::int64_t>(place.lane) * context.speculation.num_scratch_nodes() +
+                                (params.rows_of_pass.step - 1) * topk + token % topk;
+      info->k = params.scratch_k + node * width;
+      info->v = params.scratch_v + node * width;
+      return;
+    }
+    const std::int64_t slot = kv_slot(context.kv, batch.req_pool_indices[place.lane], place.position);
+    if (slot < 0) return;
+    info->k = static_cast<bf16*>(context.kv.k[params.layer]) + slot * width;
+    info->v = static_cast<bf16*>(context.kv.v[params.layer]) + slot * width;
+  }
+
+  // Writes the residual rows, one per block, while the last chunks are multiplied.
+  template <int kTokenTiles>
+  __device__ static void beside(const Params& params, const bf16* const* sources, int tokens, int lane) {
+    if (params.residual == nullptr) return;
+    const int size = params.context.config.hidden_size;
+    const bf16* const* const hidden = sources + (params.has_embedding ? 8 * kTokenTiles : 0);
+    for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
+      const uint4* const from = reinterpret_cast<const uint4*>(hidden[token]);
+      uint4* const to = reinterpret_cast<uint4*>(params.residual + static_cast<std::int64_t>(token) * size);
+      float norm = 1;
+      if (params.normed_residual) {
+        float sum = 0;
+        for (int i = lane; i < size; i += 32) sum += square(__bfloat162float(hidden[token][i]));
+        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, offset);
+        norm = rsqrtf(sum / static_cast<float>(size) + params.context.config.rms_norm_eps);
+      }
+      for (int i = lane; i < size / 8; i += 32) {
+        uint4 x = from[i];
+        if (params.normed_residual) x = normed(x, reinterpret_cast<const uint4*>(params.hidden_norm)[i], norm);
+        to[i] = x;
+      }
+    }
+  }
+  __device__ static float square(float x) { return x * x; }
+  __device__ static std::uint32_t normed(std::uint32_t x, std::uint32_t gamma, float norm) {
+    const float2 value = __bfloat1622float2(unpack(x));
+    const float2 scale = __bfloat1622float2(unpack(gamma));
+    return pack(value.x * norm * scale.x, value.y * norm * scale.y);
+  }
+  __device__ static uint4 normed(const uint4& x, const uint4& gamma, float norm) {
+    return make_uint4(normed(x.x, gamma.x, norm), normed(x.y, gamma.y, norm), normed(x.z, gamma.z, norm),
+                      normed(x.w, gamma.w, norm));
+  }
+
+  // A NaN in the cache would void every later draft of all requests that share the prefix.
+  __device__ static bf16 finite(float x) { return __float2bfloat16(isfinite(x) ? x : 0.0F); }
+
+  template <int kTokenTiles>
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
+                                              const float (&acc)[kTokenTiles][4]) {
+    if (view.role.half != 0) return;
+    const DraftConfig& config = params.context.config;
+    const int strip_row = view.tile_row + view.role.strip * kStripRows;  // a strip lies within one head
+    if (strip_row < params.row_begin || strip_row >= params.row_end) return;
+    const int dim = strip_row % config.head_dim;
+    const bool is_query = strip_row < config.q_size();
+    const bool is_key = !is_query && strip_row < config.q_size() + config.kv_size();
+    const int column = strip_row - dim - (is_query ? 0 : is_key ? config.q_size() : config.q_size() + config.kv_size());
+    const int low = column + rotary_dim_at(dim + view.role.lane / 4, config.rotary_dim);
+    const int high = column + rotary_dim_at(dim + view.role.lane / 4 + 8, config.rotary_dim);
+    const bool turned = (is_query || is_key) && dim < config.rotary_dim;
+    const float frequency = turned ? __ldg(params.inv_freq + dim / 2 + view.role.lane / 4) : 0.0F;
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = t * 8 + view.role.lane % 4 * 2 + i;
+        if (token >= view.tokens) continue;
+        const RowInfo& row = view.rows[token];
+        float left = acc[t][i];
+        float right = acc[t][i + 2];
+        if (turned) {
+          const float2 turn = turn_of(row.position * frequency);
+          const float cosine = turn.x * config.rope_factor;
+          const float sine = turn.y * config.rope_factor;
+          const float old = left;
+          left = old * cosine - right * sine;
+          right = right * cosine + old * sine;
+        }
+        if (is_query) {
+          bf16* const to = params.q + static_cast<std::int64_t>(token) * config.q_size();
+          to[low] = __float2bfloat16(left);
+          to[high] = __float2bfloat16(right);
+        } else if (bf16* const to = is_key ? row.k : row.v; to != nullptr) {
+          to[low] = finite(left);
+          to[high] = finite(right);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineContext& context, const DraftBatch* batch,
+                cudaStream_t stream) {
+  const DraftConfig& config = context.config;
+  const bool first = params.layer == 0;
+  const bool queries = params.parts != QkvParts::kKeyValue;
+  const int row_begin = queries ? 0 : config.q_size();
+  const int row_end = params.parts == QkvParts::kQuery ? config.q_size() : config.q_size() + 2 * config.kv_size();
+  expect(context.kv.dtype == DType::kBF16, ErrorCode::kConfig, "kv.dtype", "bfloat16", name_of(context.kv.dtype));
+  const TensorView& hidden_norm = first ? params.hidden_norm : params.input_layernorm;
+  expect_bf16("hidden_norm", hidden_norm);
+
+  GemmShape shape;
+  shape.tiles = tiles_of(params.qkv);
+  shape.eps = config.rms_norm_eps;
+  if (first) {
+    expect_bf16("embed_tokens", params.embed_tokens);
+    shape.gamma[0] = params.input_layernorm.as<const bf16>();  // null with EmbeddingNorm::kNone
+  }
+  shape.gamma[first ? 1 : 0] = hidden_norm.as<const bf16>();
+
+  QkvStep::Params step{};
+  step.context = context;
+  step.batch = batch;
+  step.rows_of_pass = params.rows;
+  step.layer = params.layer;
+  step.gather = params.gather;
+  step.has_embedding = first;
+  step.normed_residual = first && config.residual == Residual::kNormed;
+  step.target = params.target;
+  step.row_begin = row_begin;
+  step.row_end = row_end;
+  step.embed_tokens = params.embed_tokens.as<const bf16>();
+  step.hidden = static_cast<const bf16*>(params.hidden);
+  step.hidden_norm = hidden_norm.as<const bf16>();
+  step.idle_row = static_cast<const bf16*>(plan.idle_row);
+  step.inv_freq = params.inv_freq;
+  step.q = static_cast<bf16*>(params.q);
+  step.residual = queries ? static_cast<bf16*>(params.residual) : nullptr;
+  step.scratch_k = static_cast<bf16*>(params.scratch_k);
+  step.scratch_v = static_cast<bf16*>(params.scratch_v);
+  const GemmProblem problem =
+      problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
+  launch_gemm<QkvStep>(plan, problem, row_begin, shape, step, stream);
+}
+
+}  // namespace eaglex::stream

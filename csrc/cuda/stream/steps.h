@@ -1,0 +1,76 @@
+// The product's steps on a stream: one function per step of Backend, each one or two launches, all capturable, nothing
+// allocated.
+//
+// A StreamPlan is made once; matrices come from `retile` in the order that `tile_order` names; DraftBatch is the
+// device's copy of the parameter block (its address stays, its contents change from launch to launch). Rows are 1..64
+// (`streams` says whether a launch fits); anything else is for the plain kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "core/params.h"
+#include "cuda/stream/config.h"
+#include "cuda/stream/tiles.h"
+
+namespace eaglex::stream {
+
+// What a plan must have room for; the largest over all launches.
+struct StreamNeeds {
+  int max_rows = 0;      // of any matrix
+  int max_k = 0;         // of any row of x
+  int max_segments = 2;  // 2 for qkv, num_aux for a fuse with a norm for each layer
+  int topk = 1;
+  int num_kv_heads = 1;
+  int group = 1;  // query heads per KV head
+  int head_dim = 128;
+};
+
+struct StreamPlan {
+  DeviceLimits device;
+  StreamNeeds needs;
+  Reduction reduction = Reduction::kOwner;
+  bool pdl = true;
+  std::byte* partials = nullptr;       // sums that blocks exchange
+  std::uint32_t* counters = nullptr;   // [tiles], zero between launches
+  std::uint32_t* failed = nullptr;     // [1] nonzero: a block waited in vain for another; results since are void
+  const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
+  std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
+  float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
+  std::byte* attention_partials = nullptr;
+};
+
+// Limits of the current device.
+[[nodiscard]] DeviceLimits current_device();
+[[nodiscard]] std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs);
+
+// Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS with a share
+// of the card, or with EAGLEX_STREAM_REDUCTION=last, no block waits for another.
+[[nodiscard]] StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace);
+
+// Whether the streaming kernels take launches of this shape: bf16, K in multiples of 64, at most 64 rows.
+[[nodiscard]] bool streams(const Rows& rows, int k);
+
+// What `retile` needs to know of the three kinds of matrix.
+[[nodiscard]] TileOrder qkv_order(const DraftConfig& config);
+inline constexpr TileOrder kGateUpOrder{RowOrder::kPaired, 0, 0};
+inline constexpr TileOrder kNaturalOrder{};
+
+// `Linear::prepared` holds the tiles, `Linear::parts` the shapes. `context` is read on the host and passed by value,
+// `batch` is dereferenced on the device.
+void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream);
+void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineContext& context, const DraftBatch* batch,
+                cudaStream_t stream);
+void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context,
+                      const DraftBatch* batch, cudaStream_t stream);
+// o_proj and down.
+void launch_projection(const StreamPlan& plan, const ProjectionParams& params, cudaStream_t stream);
+void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context,
+                    cudaStream_t stream);
+// Sampling::kGreedy only; writes LaneState::top_scores and top_ids, marks lanes whose logits are not finite.
+void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
+                 const DraftBatch* batch, cudaStream_t stream);
+
+}  // namespace eaglex::stream
