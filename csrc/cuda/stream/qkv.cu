@@ -88,7 +88,7 @@ struct QkvStep : PlainStep {
       info->v = params.scratch_v + node * width;
       return;
     }
-    const std::int64_t slot = kv_slot(context.kv, batch.req_pool_indices[place.lane], place.position);
+    const std::int64_t slot = write_slot(context, batch, place.lane, place.source, place.position);
     if (slot < 0) return;
     info->k = static_cast<bf16*>(context.kv.k[params.layer]) + slot * width;
     info->v = static_cast<bf16*>(context.kv.v[params.layer]) + slot * width;
