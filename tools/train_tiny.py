@@ -40,7 +40,8 @@ CPU = training.Budget(
 SMOKE = replace(
     CPU,
     sequence=64, batch=4, target_tokens=1_000, repetition_rounds=2, repetition_batch=4,
-    generated_sequences=8, generated_batch=4, generated_tokens=16, head_batch=4, head_tokens=1_200, head_generated_epochs=1,
+    generated_sequences=8, generated_batch=4, generated_tokens=16, head_batch=4,
+    head_tokens=1_200, head_generated_epochs=1,
 )  # fmt: skip
 QUICK_PROMPTS, QUICK_TOKENS = 4, 64  # what tests/test_tiny_pair.py measures anew
 DISTINCT_GOAL = 0.63  # on training prompts; the bar is 0.5 on held-out ones
