@@ -25,8 +25,8 @@ GPU = training.Budget(
     sequence=1024, batch=32, target_tokens=200_000_000, target_seconds=100,
     repetition_rounds=60, repetition_batch=512, repetition_seconds=30,
     generated_sequences=8192, generated_batch=4096, generated_tokens=256,
-    head_batch=24, head_tokens=60_000_000, head_seconds=52,
-    head_generated_epochs=8, head_generated_seconds=50, compiled=True,
+    head_batch=24, head_tokens=60_000_000, head_seconds=45,
+    head_generated_epochs=16, head_generated_seconds=85, compiled=True,
 )  # fmt: skip
 # Time limits add up to 37 minutes. A far smaller token budget, so a weaker pair than the GPU's; never run to its end.
 CPU = training.Budget(
