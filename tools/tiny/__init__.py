@@ -1,0 +1,1 @@
+"""Parts of tools/train_tiny.py: the corpus, the two models, their training, their files, their measurement."""
