@@ -46,6 +46,7 @@ lint: $(INSTALLED)  ## ruff, mypy, codespell
 	ruff check .
 	mypy
 	codespell
+	$(if $(CXX_FILES),clang-format --dry-run -Werror $(CXX_FILES))
 
 format: $(INSTALLED)  ## clang-format the C++ sources, sort imports and fix what ruff can
 	ruff check --fix .

@@ -1,7 +1,9 @@
 // The only file that includes pybind11: translation between Python and the C++ engine, no decisions.
 //
-// Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors, BatchTensors,
-//                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with __dlpack__).
+// Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors,
+// BatchTensors,
+//                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with
+//                 __dlpack__ whose memory outlives the capsule).
 // Python calls:   DraftEngine(device, …).enqueue / run / tree; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
@@ -50,8 +52,11 @@ TensorView view_of(const DLTensor& tensor) {
   }
   view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   view.dtype = dtype_of(tensor.dtype);
-  view.device = {tensor.device.device_type == eaglex::kDLCuda ? eaglex::DeviceKind::kCuda : eaglex::DeviceKind::kCpu,
-                 tensor.device.device_type == eaglex::kDLCuda ? tensor.device.device_id : 0};
+  const std::int32_t kind = tensor.device.device_type;
+  if (kind != eaglex::kDLCpu && kind != eaglex::kDLCuda && kind != eaglex::kDLCudaHost) {
+    eaglex::fail(ErrorCode::kShape, "expected memory of the CPU or of CUDA, got DLPack device ", kind);
+  }
+  if (kind == eaglex::kDLCuda) view.device = {eaglex::DeviceKind::kCuda, tensor.device.device_id};
   view.rank = tensor.ndim;
   std::int64_t compact = 1;
   for (int i = tensor.ndim; i-- > 0;) {
@@ -63,7 +68,8 @@ TensorView view_of(const DLTensor& tensor) {
   return view;
 }
 
-// torch tensors, read through their methods: about 1 µs each, where torch's __dlpack__ takes 10 and a cycle has a dozen tensors.
+// torch tensors, read through their methods: about 1 µs each, where torch's __dlpack__ takes 10 and a cycle has a dozen
+// tensors.
 DType torch_dtype(py::handle dtype) {
   static std::unordered_map<PyObject*, DType> known;  // dtypes live as long as torch; guarded by the GIL
   const auto found = known.find(dtype.ptr());
@@ -88,14 +94,21 @@ TensorView borrow_torch(py::handle object) {
   view.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<std::uintptr_t>());  // NOLINT
   view.dtype = torch_dtype(object.attr("dtype"));
   const int index = object.attr("get_device")().cast<int>();  // -1 on the CPU
-  view.device = index < 0 ? eaglex::Device{} : eaglex::Device{eaglex::DeviceKind::kCuda, index};
+  if (index >= 0) {
+    if (!object.attr("is_cuda").cast<bool>()) {
+      eaglex::fail(ErrorCode::kShape, "expected memory of the CPU or of CUDA, got ",
+                   std::string(py::str(object.attr("device"))));
+    }
+    view.device = {eaglex::DeviceKind::kCuda, index};
+  }
   view.rank = static_cast<int>(shape.size());
   for (std::size_t i = 0; i < shape.size(); ++i) {
     view.shape[i] = shape[i].cast<std::int64_t>();
     view.stride[i] = stride[i].cast<std::int64_t>();
   }
   if (view.data == nullptr && view.numel() > 0) {
-    eaglex::fail(ErrorCode::kShape, "expected a tensor with memory, got one on ", std::string(py::str(object.attr("device"))));
+    eaglex::fail(ErrorCode::kShape, "expected a tensor with memory, got one on ",
+                 std::string(py::str(object.attr("device"))));
   }
   return view;
 }
@@ -113,7 +126,8 @@ TensorView borrow_dlpack(py::handle object) {
 void assign(TensorView& to, py::handle value, const std::string& field) {
   const bool torch = py::hasattr(value, "data_ptr") && py::hasattr(value, "get_device");
   if (!value.is_none() && !torch && !py::hasattr(value, "__dlpack__")) {
-    eaglex::fail(ErrorCode::kShape, field, ": expected a tensor or None, got ", std::string(py::str(py::type::of(value).attr("__name__"))));
+    eaglex::fail(ErrorCode::kShape, field, ": expected a tensor or None, got ",
+                 std::string(py::str(py::type::of(value).attr("__name__"))));
   }
   try {
     to = value.is_none() ? TensorView() : torch ? borrow_torch(value) : borrow_dlpack(value);
@@ -126,26 +140,30 @@ void assign(TensorView& to, py::handle value, const std::string& field) {
 
 void assign(std::vector<TensorView>& to, py::handle value, const std::string& field) {
   if (!py::isinstance<py::sequence>(value)) {
-    eaglex::fail(ErrorCode::kShape, field, ": expected a list of tensors, got ", std::string(py::str(py::type::of(value).attr("__name__"))));
+    eaglex::fail(ErrorCode::kShape, field, ": expected a list of tensors, got ",
+                 std::string(py::str(py::type::of(value).attr("__name__"))));
   }
   std::vector<TensorView> views;
-  for (const py::handle item : py::reinterpret_borrow<py::sequence>(value)) {
+  for (const py::object item : py::reinterpret_borrow<py::sequence>(value)) {
     const std::string name = eaglex::concat(field, '[', views.size(), ']');
     assign(views.emplace_back(), item, name);
   }
   to = std::move(views);
 }
 
-std::string show(const TensorView& view) { return view ? eaglex::describe(view) : "None"; }
+std::string show(const TensorView& view) {
+  return view ? eaglex::describe(view) : "None";
+}
 
 std::vector<std::string> show(const std::vector<TensorView>& views) {
   std::vector<std::string> shown;
+  shown.reserve(views.size());
   for (const TensorView& view : views) shown.push_back(show(view));
   return shown;
 }
 
 void translate(const eaglex::Error& error) {
-  const char* name = "EaglexError";
+  const char* name = nullptr;
   switch (error.code()) {
     case ErrorCode::kConfig:
       name = "ConfigError";
@@ -176,6 +194,7 @@ std::unique_ptr<eaglex::Backend> make_backend(const std::string& kind, int index
   eaglex::fail(ErrorCode::kDevice, "device: expected ", kBuilt, ", got ", kind, ':', index);
 }
 
+// clang-format off: the tables of fields below read as tables
 void bind_configs(py::module_& m) {
   using namespace eaglex;  // NOLINT(google-build-using-namespace): the names below are all of it
   py::enum_<AuxNorm>(m, "AuxNorm").value("NONE", AuxNorm::kNone).value("WHOLE", AuxNorm::kWhole).value("EACH", AuxNorm::kEach);
@@ -240,6 +259,7 @@ void bind_tensors(py::module_& m) {
 #undef EAGLEX_TENSOR
 #undef EAGLEX_FIELD
 }
+// clang-format on
 
 void bind_engine(py::module_& m) {
   using eaglex::DraftEngine;
@@ -248,19 +268,39 @@ void bind_engine(py::module_& m) {
       .def(py::init([](const std::string& device, int index, const eaglex::DraftConfig& config,
                        const eaglex::SpeculationConfig& speculation, const eaglex::EngineLimits& limits,
                        const eaglex::DraftWeights& weights, const eaglex::EngineTensors& tensors) {
-             return std::make_unique<DraftEngine>(make_backend(device, index), config, speculation, limits, weights, tensors);
+             return std::make_unique<DraftEngine>(make_backend(device, index), config, speculation, limits, weights,
+                                                  tensors);
            }),
-           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"), py::arg("limits"),
-           py::arg("weights"), py::arg("tensors"))
-      .def("enqueue", [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
-             self.enqueue(batch, as_stream(stream));
-           }, py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
-      .def("run", [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
-             self.run(batch, as_stream(stream));
-           }, py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
-      .def("tree", [=](DraftEngine& self, const eaglex::VerifyTensors& batch, std::uintptr_t stream) {
-             self.tree(batch, as_stream(stream));
-           }, py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"),
+           py::arg("limits"), py::arg("weights"), py::arg("tensors"))
+      .def_static(
+          "check_inputs",
+          [](const std::string& device, int index, const eaglex::DraftConfig& config,
+             const eaglex::SpeculationConfig& speculation, const eaglex::EngineLimits& limits,
+             const eaglex::DraftWeights& weights, const eaglex::EngineTensors& tensors) {
+            const auto kind = device == "cuda" ? eaglex::DeviceKind::kCuda : eaglex::DeviceKind::kCpu;
+            eaglex::check_inputs(config, speculation, limits, weights, tensors, {kind, index});
+          },
+          py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"),
+          py::arg("limits"), py::arg("weights"), py::arg("tensors"))
+      .def(
+          "enqueue",
+          [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
+            self.enqueue(batch, as_stream(stream));
+          },
+          py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "run",
+          [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
+            self.run(batch, as_stream(stream));
+          },
+          py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "tree",
+          [=](DraftEngine& self, const eaglex::VerifyTensors& batch, std::uintptr_t stream) {
+            self.tree(batch, as_stream(stream));
+          },
+          py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("backend_name", &DraftEngine::backend_name)
       .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
 }
@@ -269,7 +309,7 @@ void bind_engine(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ side of eaglex; use eaglex.engine.DraftEngine.";
-  py::register_exception_translator([](std::exception_ptr pointer) {
+  py::register_exception_translator([](std::exception_ptr pointer) {  // NOLINT(performance-unnecessary-value-param)
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const eaglex::Error& error) {
@@ -288,10 +328,14 @@ PYBIND11_MODULE(_C, m) {
 #else
   static constexpr bool kCuda = false;
 #endif
-  m.def("build_info", [] {
+  m.def(
+      "build_info",
+      [] {
         py::typing::Dict<py::str, py::object> info;
         info["cuda"] = py::bool_(kCuda);
         info["compiler"] = py::str(__VERSION__);
+        info["version"] = py::str(EAGLEX_VERSION);
         return info;
-      }, "What this extension was built with: cuda (bool), compiler (str).");
+      },
+      "What this extension was built with: cuda (bool), compiler and eaglex's version (str).");
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any, ClassVar
 
 from eaglex.errors import ConfigError
@@ -87,12 +88,22 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _at_least(self, "theta", 1.0)
-        _at_least(self, "factor", 1.0)
-        if self.scaling in (RopeScaling.LLAMA3, RopeScaling.YARN):
-            _at_least(self, "original_max_position_embeddings", 1)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                _fail(f"rope.{field.name}", "finite", value)
+        if not self.theta > 1:
+            _fail("rope.theta", "> 1", self.theta)
+        if not self.factor >= 1:
+            _fail("rope.factor", ">= 1", self.factor)
+        if self.scaling in (RopeScaling.LLAMA3, RopeScaling.YARN) and self.original_max_position_embeddings < 1:
+            _fail("rope.original_max_position_embeddings", ">= 1", self.original_max_position_embeddings)
         if self.scaling is RopeScaling.LLAMA3 and not self.high_freq_factor > self.low_freq_factor > 0:
             _fail("rope.high_freq_factor", f"> low_freq_factor={self.low_freq_factor} > 0", self.high_freq_factor)
+        if self.scaling is RopeScaling.YARN and not self.beta_fast >= self.beta_slow > 0:
+            _fail("rope.beta_fast", f">= beta_slow={self.beta_slow} > 0", self.beta_fast)
+        if self.mscale < 0 or self.mscale_all_dim < 0:
+            _fail("rope.mscale, rope.mscale_all_dim", ">= 0", (self.mscale, self.mscale_all_dim))
         if self.attention_factor is not None and not self.attention_factor > 0:
             _fail("rope.attention_factor", "> 0", self.attention_factor)
 
@@ -228,15 +239,21 @@ class EngineLimits:
     num_slots: int
 
     def __post_init__(self) -> None:
-        _at_least(self, "max_batch", 1)
-        _at_least(self, "max_rows", self.max_batch)
-        _at_least(self, "num_slots", 2)
+        _in_range(self, "max_batch", 1)
+        _in_range(self, "max_rows", self.max_batch)
+        _in_range(self, "num_slots", 2)
 
 
 def _at_least(owner: Any, name: str, low: float) -> None:
     value = getattr(owner, name)
     if not value >= low:
         _fail(name, f">= {low}", value)
+
+
+def _in_range(owner: Any, name: str, low: int) -> None:
+    value, high = getattr(owner, name), 2**30
+    if not low <= value <= high:
+        _fail(name, f"in {low}..{high}", value)
 
 
 def _fail(field: str, expected: str, actual: object) -> None:

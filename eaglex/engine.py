@@ -139,11 +139,12 @@ class DraftEngine:
     `req_to_token` [num_slots, max_context] int32 maps a request's positions to KV slots (< 0: no K and V there, not
     attended to); `draft_k`, `draft_v` hold per layer [num_kv_slots, num_kv_heads, head_dim] in float32, float16 or
     bfloat16. The engine is the only writer of the latter; all three are borrowed. Raises ConfigError, ShapeError,
-    DeviceError.
+    DeviceError, before memory is taken. For one thread at a time.
     """
 
-    # Inputs of launches that may still run on the device; a ring because the host runs ahead of it.
-    _KEPT_BATCHES = 8
+    # Inputs of launches that may still run on the device are kept alive that many calls long, per kind of call. The
+    # ring of parameter blocks is no deeper, so the host cannot run further ahead.
+    _KEPT_CALLS = 8
 
     def __init__(
         self,
@@ -161,27 +162,28 @@ class DraftEngine:
         weights.check(config)
         self.config, self.speculation, self.limits = config, speculation, limits
         self.device = weights.fc.device
-        self.results = DraftResults.allocate(config, speculation, limits, self.device)
         inv_freq, rope_factor = rope_frequencies(config.rope, config.rotary_dim)
-        self._inv_freq = inv_freq.to(self.device)
-        self._bound = (weights, req_to_token, draft_k, draft_v)
-        self._kept: collections.deque[object] = collections.deque(maxlen=self._KEPT_BATCHES)
-        self._engine = binary.DraftEngine(
-            device=self.device.type,
-            index=self.device.index or 0,
-            config=_config(binary, config, rope_factor),
-            speculation=_speculation(binary, speculation),
-            limits=_fill(binary.EngineLimits(), **dataclasses.asdict(limits)),
-            weights=_weights(binary, weights, self._inv_freq),
-            tensors=_fill(
-                binary.EngineTensors(),
-                req_to_token=req_to_token,
-                draft_k=draft_k,
-                draft_v=draft_v,
-                **_fields(self.results),
-            ),
-        )
+        inv_freq = inv_freq.to(self.device)
+        tensors = _fill(binary.EngineTensors(), req_to_token=req_to_token, draft_k=draft_k, draft_v=draft_v)
+        inputs = {
+            "device": self.device.type,
+            "index": self.device.index or 0,
+            "config": _config(binary, config, rope_factor),
+            "speculation": _speculation(binary, speculation),
+            "limits": _fill(binary.EngineLimits(), **dataclasses.asdict(limits)),
+            "weights": _weights(binary, weights, inv_freq),
+            "tensors": tensors,
+        }
+        binary.DraftEngine.check_inputs(**inputs)
+        self.results = DraftResults.allocate(config, speculation, limits, self.device)
+        _fill(tensors, **_fields(self.results))
+        self._engine = binary.DraftEngine(**inputs)
         self._binary = binary
+        # The tensors themselves, not the caller's lists and dataclasses, which the caller may change.
+        results = _fields(self.results).values()
+        self._bound = (*dict(weights.named()).values(), inv_freq, req_to_token, *draft_k, *draft_v, *results)
+        self._kept_batches: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
+        self._kept_trees: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
 
     def enqueue(self, batch: DraftBatch, stream: int = 0) -> None:
         """One cycle as raw launches on `stream` (a cudaStream_t as int; 0 the default stream), capturable by a host."""
@@ -207,7 +209,7 @@ class DraftEngine:
             bonus_tokens=bonus_tokens,
             **fields,
         )
-        self._kept.append((out, req_pool_indices, seq_lens, bonus_tokens))
+        self._kept_trees.append((*fields.values(), req_pool_indices, seq_lens, bonus_tokens))
         self._engine.tree(tensors, stream)
 
     def counters(self) -> dict[str, int]:
@@ -228,8 +230,9 @@ class DraftEngine:
         return int(self._engine.workspace_bytes)
 
     def _batch(self, batch: DraftBatch) -> Any:
-        self._kept.append(batch)
-        return _fill(self._binary.BatchTensors(), **_fields(batch))
+        fields = _fields(batch)
+        self._kept_batches.append(tuple(fields.values()))
+        return _fill(self._binary.BatchTensors(), **fields)
 
 
 def _extension() -> Any:

@@ -250,7 +250,8 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
     Step s extends each of the k best nodes (the frontier) by its k best tokens; of these k² candidates the k best by
     cumulative log-probability are the next frontier (EAGLE-2). At the end `select` keeps the N - 1 best of all. Ties go
     to the lowest index. With temperature > 0 a chain draws each token from softmax(logits / temperature) by uniforms
-    [K]. Logits whose log-sum-exp is not finite, or a context without room for K more tokens: no draft.
+    [K], and says from what (at temperature 0 the engine writes the one-hot of the argmax there). Logits whose
+    log-sum-exp is not finite, or a context without room for K more tokens: no draft.
     """
     steps, k, past, prefix = speculation.num_steps, speculation.topk, len(cache), cache.rows
     if temperature > 0 and (k != 1 or uniforms is None):

@@ -95,6 +95,11 @@ class DraftWeights:
         if len(bad):
             first = int(bad[0])
             raise ShapeError(f"d2t[{first}]: expected a target id in 0..{vocab_size - 1}, got {int(target[first])}")
+        ordered, order = target.sort(stable=True)
+        twice = (ordered[1:] == ordered[:-1]).nonzero()
+        if len(twice):  # two siblings with one token: sampled verification would no longer be lossless
+            first = int(order[int(twice[0]) + 1])
+            raise ShapeError(f"d2t[{first}]: expected a target id of its own, got {int(target[first])} again")
 
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:

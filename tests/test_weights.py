@@ -153,6 +153,14 @@ def test_d2t_out_of_range(index, value, target) -> None:
     check(CONFIG, weights, "d2t", message=rf"^d2t\[{index}\]: expected a target id in 0\.\.59, got {target}$")
 
 
+def test_two_draft_ids_for_one_target_id() -> None:
+    """Siblings with the same token would make sampled verification emit it too often."""
+    weights = random_weights(CONFIG)
+    weights.d2t[:] = 0
+    weights.d2t[7] = -4
+    check(CONFIG, weights, "d2t", message=r"^d2t\[7\]: expected a target id of its own, got 3 again$")
+
+
 def test_a_reduced_vocabulary_needs_d2t() -> None:
     weights = random_weights(CONFIG)
     weights.d2t = None

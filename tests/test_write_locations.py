@@ -67,6 +67,20 @@ def test_a_place_outside_the_pool_touches_nothing(bad: int) -> None:
     assert rig.engine.counters()["bad_index"] == 1
 
 
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("length", [2**63 - 1, 2**63 - 4, 2**40])
+def test_a_length_that_would_overflow(length: int, said: bool) -> None:
+    rig = running_rig()
+    batch = rig.batch([Ask(1, 4), Ask(0, 2)])
+    if said:
+        batch.out_cache_loc = torch.cat([rig.table[2, 4:8], rig.table[1, 6:8]])
+    batch.seq_lens = torch.tensor([length, 6])
+    rig.engine.run(batch)
+    assert rig.engine.counters()["bad_index"] == 1
+    assert int(rig.results.num_nodes[2]) == 0
+    assert int(rig.results.num_nodes[1]) == CHAIN.num_draft_tokens - 1
+
+
 def test_one_place_per_row() -> None:
     rig = running_rig()
     batch = rig.batch([Ask(1, 2)])

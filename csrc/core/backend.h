@@ -1,5 +1,5 @@
-// What a device must be able to do: one function per step of the loop, the names of docs/design.md. A backend does not know why
-// it is called; the order is csrc/draft/loop.cpp's.
+// What a device must be able to do: one function per step of the loop, the names of docs/design.md. A backend does not
+// know why it is called; the order is csrc/draft/loop.cpp's.
 #pragma once
 
 #include <cstddef>
@@ -27,12 +27,13 @@ class Backend {
   [[nodiscard]] virtual void* allocate(std::size_t bytes) = 0;
   // Brings matrices that are read together into the backend's own order.
   [[nodiscard]] virtual Linear prepare(std::span<const TensorView> parts) = 0;
-  // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v live during this call only.
+  // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v lie in host memory.
   virtual void bind(const EngineContext& context) = 0;
 
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;
-  // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it captured.
+  // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it
+  // captured.
   virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;
 
   virtual void admit() = 0;  // lane status, new length: which requests are drafted for

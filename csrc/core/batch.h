@@ -1,5 +1,6 @@
-// The contract (docs/design.md): what the host hands over, what it gets back. All pointers are readable by the backend's
-// kernels. B requests, K num_steps, k topk, N num_draft_tokens, Vd draft vocabulary, A auxiliary layers, Ht target hidden.
+// The contract (docs/design.md): what the host hands over, what it gets back. All pointers are readable by the
+// backend's kernels. B requests, K num_steps, k topk, N num_draft_tokens, Vd draft vocabulary, A auxiliary layers, Ht
+// target hidden.
 #pragma once
 
 #include <cstdint>
@@ -21,26 +22,26 @@ struct IdView {
 struct DraftBatch {
   std::int32_t batch = 0;                   // B, padded lanes included
   std::int32_t num_rows = 0;                // rows of aux_hidden_states
-  const void* aux_hidden_states = nullptr;  // [num_rows, A·Ht], the target layers' outputs in the order of the draft's ids
+  const void* aux_hidden_states = nullptr;  // [num_rows, A·Ht], target layers in the order of the draft's ids
   DType aux_type = DType::kF32;
   std::int64_t aux_stride = 0;               // elements from row to row
   IdView input_ids;                          // [num_rows], for each row the token after it
   const std::int32_t* row_start = nullptr;   // [B+1]
-  const std::int32_t* num_valid = nullptr;   // [B], rows of the request that count: its accept length, all of a prompt chunk
+  const std::int32_t* num_valid = nullptr;   // [B], rows that count: the accept length, all of a prompt chunk
   const std::uint8_t* draft_from = nullptr;  // [B] bool; false for a prompt chunk that is not the last
   IdView req_pool_indices;                   // [B], request slot; 0 for padded lanes
   IdView seq_lens;                           // [B], length before these rows
-  // [num_rows] or absent: the KV slot that each row's K and V go to; absent, that of its position in req_to_token. A host that
-  // may give a finished request's slot away while its last draft still runs must say it here: a row read late could send the
-  // write into a prefix that others share.
+  // [num_rows] or absent: the KV slot that each row's K and V go to; absent, that of its position in req_to_token. A
+  // host that may give a finished request's slot away while its last draft still runs must say it here: a row read late
+  // could send the write into a prefix that others share.
   IdView out_cache_loc;
-  const float* temperatures = nullptr;       // [B], only with Sampling::kRejection
-  const float* uniforms = nullptr;           // [B, K] in [0, 1), only with Sampling::kRejection
+  const float* temperatures = nullptr;  // [B], only with Sampling::kRejection
+  const float* uniforms = nullptr;      // [B, K] in [0, 1), only with Sampling::kRejection
 };
 
 // The draft's prefix K and V in the host's slots. Written by the engine alone.
 struct KvPool {
-  const std::int32_t* req_to_token = nullptr;  // [num_slots, max_context]: position → KV slot; < 0 where there is no K and V
+  const std::int32_t* req_to_token = nullptr;  // [num_slots, max_context]: position → KV slot, < 0 none
   std::int64_t max_context = 0;
   std::int64_t num_kv_slots = 0;
   DType dtype = DType::kF32;
@@ -55,7 +56,7 @@ enum class LaneStatus : std::int32_t {
   kHeld,       // draft_from is false, or K is 0: K and V are written
   kNoRoom,     // the context has no room for K more tokens: K and V are written
   kNotFinite,  // NaN or infinity reached the logits
-  kBadIndex,   // an id, length or slot out of range: touches nothing
+  kBadIndex,   // an id, length or slot out of range: no K and V, no draft
 };
 inline constexpr int kNumLaneStatus = 6;
 

@@ -33,7 +33,9 @@ struct DraftConfig {
   [[nodiscard]] constexpr int aux_width() const noexcept { return num_aux * target_hidden_size; }
   [[nodiscard]] constexpr int q_size() const noexcept { return num_heads * head_dim; }
   [[nodiscard]] constexpr int kv_size() const noexcept { return num_kv_heads * head_dim; }
-  [[nodiscard]] constexpr int layer_input(int layer) const noexcept { return layer == 0 ? 2 * hidden_size : hidden_size; }
+  [[nodiscard]] constexpr int layer_input(int layer) const noexcept {
+    return layer == 0 ? 2 * hidden_size : hidden_size;
+  }
   void check() const;
 };
 

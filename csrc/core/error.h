@@ -1,4 +1,5 @@
-// The one exception type of the C++ side and the checks that throw it. A message names the field, the expected and the actual value.
+// The one exception type of the C++ side and the checks that throw it. A message names the field, the expected and the
+// actual value.
 #pragma once
 
 #include <initializer_list>
@@ -44,7 +45,7 @@ void expect(bool condition, ErrorCode code, const char* field, const Expected& e
 }
 
 inline void expect_range(const char* field, long long value, long long low, long long high) {
-  expect(low <= value && value <= high, ErrorCode::kConfig, field, concat("in ", low, "..", high), value);
+  if (value < low || high < value) fail(ErrorCode::kConfig, field, ": expected in ", low, "..", high, ", got ", value);
 }
 
 }  // namespace eaglex

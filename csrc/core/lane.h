@@ -1,5 +1,6 @@
-// Where a row of a launch comes from and goes to, and which lanes may draft. Plain loops over one lane: the CPU backend runs them
-// as they are, a CUDA kernel in one thread (constexpr functions are device functions under --expt-relaxed-constexpr).
+// Where a row of a launch comes from and goes to, and which lanes may draft. Plain loops over one lane: the CPU backend
+// runs them as they are, a CUDA kernel in one thread (constexpr functions are device functions under
+// --expt-relaxed-constexpr).
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,8 @@ struct RowPlace {
   return low;
 }
 
-[[nodiscard]] constexpr RowPlace locate(const EngineContext& context, const DraftBatch& batch, const Rows& rows, std::int64_t row) {
+[[nodiscard]] constexpr RowPlace locate(const EngineContext& context, const DraftBatch& batch, const Rows& rows,
+                                        std::int64_t row) {
   RowPlace place;
   if (rows.pass == Pass::kExtendAll) {
     if (row >= batch.num_rows) return place;
@@ -72,8 +74,8 @@ struct RowPlace {
 }
 
 // Where a row of the batch writes its K and V, or -1 where it may not.
-[[nodiscard]] constexpr std::int64_t write_slot(const EngineContext& context, const DraftBatch& batch, std::int32_t lane,
-                                                std::int64_t row, std::int64_t position) {
+[[nodiscard]] constexpr std::int64_t write_slot(const EngineContext& context, const DraftBatch& batch,
+                                                std::int32_t lane, std::int64_t row, std::int64_t position) {
   if (!batch.out_cache_loc) return kv_slot(context.kv, batch.req_pool_indices[lane], position);
   const std::int64_t slot = batch.out_cache_loc[row];
   return slot >= 0 && slot < context.kv.num_kv_slots ? slot : -1;
@@ -89,23 +91,30 @@ struct RowPlace {
 }
 
 // All that can be said of a lane before its rows are looked at one by one.
-[[nodiscard]] constexpr LaneStatus lane_status(const EngineContext& context, const DraftBatch& batch, std::int32_t lane) {
+[[nodiscard]] constexpr LaneStatus lane_status(const EngineContext& context, const DraftBatch& batch,
+                                               std::int32_t lane) {
   const std::int64_t slot = batch.req_pool_indices[lane];
   if (slot == 0) return LaneStatus::kPadded;
   if (slot < 0 || slot >= context.limits.num_slots) return LaneStatus::kBadIndex;
   const std::int64_t first = batch.row_start[lane];
   const std::int64_t count = batch.row_start[lane + 1] - first;
   const std::int64_t valid = batch.num_valid[lane];
-  const std::int64_t new_len = batch.seq_lens[lane] + valid;
+  const std::int64_t seq_len = batch.seq_lens[lane];
   if (first < 0 || first + count > batch.num_rows || valid < 1 || valid > count) return LaneStatus::kBadIndex;
-  // Where row_start is out of order, rows of this lane belong to another; the search takes one path for all rows between these two.
+  // Where row_start is out of order, rows of this lane belong to another; the search takes one path for all rows
+  // between these two.
   if (lane_of(batch, first) != lane || lane_of(batch, first + valid - 1) != lane) return LaneStatus::kBadIndex;
-  if (batch.seq_lens[lane] < 0 || new_len > context.config.max_positions) return LaneStatus::kBadIndex;
+  const std::int64_t most =
+      context.config.max_positions < context.kv.max_context ? context.config.max_positions : context.kv.max_context;
+  if (seq_len < 0 || seq_len > most - valid) return LaneStatus::kBadIndex;  // before the sum, which could overflow
+  const std::int64_t new_len = seq_len + valid;
   if (batch.draft_from[lane] == 0 || context.speculation.num_steps == 0) return LaneStatus::kHeld;
-  return new_len + context.speculation.num_steps < context.config.max_positions ? LaneStatus::kLive : LaneStatus::kNoRoom;
+  return new_len + context.speculation.num_steps < context.config.max_positions ? LaneStatus::kLive
+                                                                                : LaneStatus::kNoRoom;
 }
 
-// `admit` for one lane: its status and new length; voids the slot's old result, so that a cycle that dies leaves no draft behind.
+// `admit` for one lane: its status and new length; voids the slot's old result, so that a cycle that dies leaves no
+// draft behind.
 constexpr void admit_lane(const EngineContext& context, const DraftBatch& batch, std::int32_t lane) {
   LaneStatus status = lane_status(context, batch, lane);
   if (keeps_kv(status)) {
@@ -114,7 +123,7 @@ constexpr void admit_lane(const EngineContext& context, const DraftBatch& batch,
     }
   }
   context.lanes.status[lane] = static_cast<std::int32_t>(status);
-  context.lanes.new_len[lane] = batch.seq_lens[lane] + batch.num_valid[lane];
+  context.lanes.new_len[lane] = keeps_kv(status) ? batch.seq_lens[lane] + batch.num_valid[lane] : 0;
   const std::int64_t slot = batch.req_pool_indices[lane];
   if (slot > 0 && slot < context.limits.num_slots) context.results.drafted_for[slot] = -1;
 }

@@ -32,19 +32,19 @@ struct Rows {
 
 // What the cycle keeps per lane; in the workspace, so in the backend's memory.
 struct LaneState {
-  std::int32_t* status = nullptr;             // [L] LaneStatus
-  std::int64_t* new_len = nullptr;            // [L] seq_lens + num_valid
-  std::int64_t* frontier_tokens = nullptr;    // [L, k] target vocabulary
-  std::int32_t* frontier_nodes = nullptr;     // [L, k] grid index + 1; 0 is the root
-  float* frontier_scores = nullptr;           // [L, k]
-  std::int32_t* frontier_parents = nullptr;   // [L, k] row of the pass before, within the lane
-  std::int32_t* ancestors[2] = {};            // [L, k, K] scratch nodes from depth 1 to the node itself; by parity of draft step
-  std::int64_t* grid_tokens = nullptr;        // [L, G]
-  std::int32_t* grid_parents = nullptr;       // [L, G] grid index + 1
-  float* grid_scores = nullptr;               // [L, G]
-  std::int32_t* grid_nodes = nullptr;         // [L, G] node of the re-ranked tree, 0 = not kept
-  float* top_scores = nullptr;                // [L·k, k] log-probabilities of one step, by row and rank
-  std::int32_t* top_ids = nullptr;            // [L·k, k] draft vocabulary
+  std::int32_t* status = nullptr;            // [L] LaneStatus
+  std::int64_t* new_len = nullptr;           // [L] seq_lens + num_valid
+  std::int64_t* frontier_tokens = nullptr;   // [L, k] target vocabulary
+  std::int32_t* frontier_nodes = nullptr;    // [L, k] grid index + 1; 0 is the root
+  float* frontier_scores = nullptr;          // [L, k]
+  std::int32_t* frontier_parents = nullptr;  // [L, k] row of the pass before, within the lane
+  std::int32_t* ancestors[2] = {};  // [L, k, K] scratch nodes from depth 1 to the node itself; by parity of draft step
+  std::int64_t* grid_tokens = nullptr;   // [L, G]
+  std::int32_t* grid_parents = nullptr;  // [L, G] grid index + 1
+  float* grid_scores = nullptr;          // [L, G]
+  std::int32_t* grid_nodes = nullptr;    // [L, G] node of the re-ranked tree, 0 = not kept
+  float* top_scores = nullptr;           // [L·k, k] log-probabilities of one step, by row and rank
+  std::int32_t* top_ids = nullptr;       // [L·k, k] draft vocabulary
 };
 
 // What every launch needs to know; fixed when the engine is bound.
@@ -59,9 +59,9 @@ struct EngineContext {
 
 struct FuseParams {
   Rows rows;
-  Linear fc;                               // [H, A·Ht]
-  const TensorView* aux_norms = nullptr;   // by AuxNorm
-  void* hidden = nullptr;                  // out [R, H]
+  Linear fc;                              // [H, A·Ht]
+  const TensorView* aux_norms = nullptr;  // by AuxNorm
+  void* hidden = nullptr;                 // out [R, H]
 };
 
 enum class QkvParts : std::uint8_t { kAll, kQuery, kKeyValue };
@@ -72,15 +72,15 @@ struct QkvParams {
   int layer = 0;
   QkvParts parts = QkvParts::kAll;
   KvTarget target = KvTarget::kPool;
-  Linear qkv;                   // [heads·D | kv_heads·D | kv_heads·D, 2H or H]
-  TensorView embed_tokens;      // [V, H], first layer
-  TensorView input_layernorm;   // [H]
-  TensorView hidden_norm;       // [H], first layer
+  Linear qkv;                       // [heads·D | kv_heads·D | kv_heads·D, 2H or H]
+  TensorView embed_tokens;          // [V, H], first layer
+  TensorView input_layernorm;       // [H]
+  TensorView hidden_norm;           // [H], first layer
   const float* inv_freq = nullptr;  // [rotary_dim / 2]
   const void* hidden = nullptr;     // [rows of the pass before, H]; gathered through locate().source where `gather`
   bool gather = false;
-  void* q = nullptr;         // out [R, heads·D], after RoPE; not with kKeyValue
-  void* residual = nullptr;  // out [R, H]: the row that hidden came from, normed with Residual::kNormed; not with kKeyValue
+  void* q = nullptr;          // out [R, heads·D], after RoPE; not with kKeyValue
+  void* residual = nullptr;   // out [R, H]: where hidden came from, by Residual; not with kKeyValue
   void* scratch_k = nullptr;  // [L, S, kv_heads, D] of this layer, with KvTarget::kScratch
   void* scratch_v = nullptr;  // [L, S, kv_heads, D]
 };
@@ -105,18 +105,18 @@ struct ProjectionParams {
 
 struct GateUpParams {
   Rows rows;
-  Linear gate_up;          // [I | I, H]
-  TensorView norm;         // [H]
+  Linear gate_up;           // [I | I, H]
+  TensorView norm;          // [H]
   const void* x = nullptr;  // [R, H]
   void* out = nullptr;      // [R, I] silu(gate) · up
 };
 
 struct HeadParams {
   Rows rows;
-  Linear lm_head;            // [Vd, H]
-  TensorView norm;           // [H]
-  void* hidden = nullptr;    // [R, H]; with NextHidden::kNormed replaced by its norm
-  int draft_step = 0;        // 0..K-1: which uniform and which row of draft_probs
+  Linear lm_head;          // [Vd, H]
+  TensorView norm;         // [H]
+  void* hidden = nullptr;  // [R, H]; with NextHidden::kNormed replaced by its norm
+  int draft_step = 0;      // 0..K-1: which uniform and which row of draft_probs
 };
 
 // Merges one step's top-k into the grid, chooses the next frontier; after the last step writes the results.

@@ -1,5 +1,6 @@
-// `select` for one lane: one step's top-k joins the grid of candidates and the next frontier is chosen; after the last step the
-// best N - 1 candidates become the result (EAGLE-2 re-ranking). The spec is eaglex/reference.py: draft, select.
+// `select` for one lane: one step's top-k joins the grid of candidates and the next frontier is chosen; after the last
+// step the best N - 1 candidates become the result (EAGLE-2 re-ranking). The spec is eaglex/reference.py: draft,
+// select.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +83,8 @@ constexpr void write_result(const EngineContext& context, std::int32_t lane, std
   for (int i = 0; i < count; ++i) {
     int best = -1;
     for (int c = 0; c < candidates; ++c) {
-      if (state.grid_nodes[grid + c] == 0 && (best < 0 || state.grid_scores[grid + c] > state.grid_scores[grid + best])) best = c;
+      if (state.grid_nodes[grid + c] == 0 && (best < 0 || state.grid_scores[grid + c] > state.grid_scores[grid + best]))
+        best = c;
     }
     state.grid_nodes[grid + best] = 1;
   }

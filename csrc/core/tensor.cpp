@@ -46,7 +46,6 @@ bool TensorView::contiguous() const noexcept {
 void TensorView::expect(const char* field, Device where, std::initializer_list<DType> types,
                         std::initializer_list<std::int64_t> sizes) const {
   const bool present = static_cast<bool>(*this);
-  const std::string actual = present ? describe(*this) : "nothing";
   const bool typed = std::find(types.begin(), types.end(), dtype) != types.end();
   bool sized = static_cast<std::size_t>(rank) == sizes.size();
   for (std::size_t i = 0; sized && i < sizes.size(); ++i) {
@@ -57,7 +56,7 @@ void TensorView::expect(const char* field, Device where, std::initializer_list<D
   std::string names;
   for (const DType type : types) names += concat(names.empty() ? "" : " or ", name_of(type));
   fail(ErrorCode::kShape, field, ": expected contiguous ", join_sizes(sizes, sizes.size()), ' ', names, " on ",
-       name_of(where), ", got ", actual);
+       name_of(where), ", got ", present ? describe(*this) : "nothing");
 }
 
 std::size_t size_of(DType dtype) noexcept {
@@ -101,7 +100,8 @@ std::string name_of(Device device) {
 std::string describe(const TensorView& tensor) {
   std::string text = concat(join_sizes(tensor.shape, static_cast<std::size_t>(tensor.rank)), ' ', name_of(tensor.dtype),
                             " on ", name_of(tensor.device));
-  if (!tensor.contiguous()) text += concat(" with strides ", join_sizes(tensor.stride, static_cast<std::size_t>(tensor.rank)));
+  if (!tensor.contiguous())
+    text += concat(" with strides ", join_sizes(tensor.stride, static_cast<std::size_t>(tensor.rank)));
   return text;
 }
 

@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-#include "core/batch.h"
-#include "core/config.h"
+#include "core/params.h"
 
 namespace eaglex {
 
@@ -15,13 +14,19 @@ struct TreeSource {
   std::int32_t num_slots = 0;
   std::int32_t num_drafted = 0;  // N - 1 that was drafted with: the stride of the results
   std::int32_t vocab_size = 0;
-  std::int32_t num_steps = kMaxSteps;  // K: no node is deeper
+  std::int32_t num_steps = 0;  // K: no node is deeper
 };
 
-// Nodes of the slot's draft that a verifier at `seq_len` may use, at most `most`; 0 unless every id and parent is in range and no
-// path is longer than K, for which verifiers have room.
+[[nodiscard]] constexpr TreeSource tree_source(const EngineContext& context) {
+  return {context.results, context.limits.num_slots, context.speculation.num_draft_tokens - 1,
+          context.config.vocab_size, context.speculation.num_steps};
+}
+
+// Nodes of the slot's draft that a verifier at `seq_len` may use, at most `most`; 0 unless every id and parent is in
+// range and no path is longer than K, for which verifiers have room.
 [[nodiscard]] constexpr int usable_nodes(const TreeSource& source, std::int64_t slot, std::int64_t seq_len, int most) {
-  if (slot <= 0 || slot >= source.num_slots || source.results.drafted_for[slot] != seq_len) return 0;
+  if (slot <= 0 || slot >= source.num_slots) return 0;
+  if (seq_len < 0 || source.results.drafted_for[slot] != seq_len) return 0;  // -1 says that there is no draft
   const int count = source.results.num_nodes[slot];
   if (count < 0 || count > source.num_drafted) return 0;
   const int used = count < most ? count : most;
@@ -42,17 +47,25 @@ struct TreeSource {
   return bytes;
 }
 
-// Byte offset of a lane's mask. kFull has no fixed stride: it depends on the lengths of the lanes before.
+// Byte offset of a lane's mask. kFull has no fixed stride: it depends on the lengths of the lanes before, and is -1
+// where those lengths leave no room for this lane's mask. Its size is all the host vouches for; a length may be
+// anything.
 [[nodiscard]] constexpr std::int64_t mask_offset(const VerifyBatch& batch, std::int32_t lane) {
   const std::int64_t n = batch.num_draft_tokens;
   if (batch.mask_mode == MaskMode::kQlenOnly) return lane * n * n;
   if (batch.mask_mode == MaskMode::kQlenOnlyBitpack) return lane * n * packed_mask_bytes(batch.num_draft_tokens);
   std::int64_t offset = 0;
-  for (std::int32_t i = 0; i < lane; ++i) offset += n * (batch.seq_lens[i] + n);
-  return offset;
+  for (std::int32_t i = 0; i <= lane; ++i) {
+    const std::int64_t seq_len = batch.seq_lens[i];
+    if (seq_len < 0 || seq_len > batch.mask_size) return -1;
+    offset += n * (seq_len + n);
+    if (offset > batch.mask_size) return -1;
+  }
+  return offset - n * (batch.seq_lens[lane] + n);
 }
 
-constexpr void write_mask_row(const VerifyBatch& batch, std::uint8_t* lane_mask, std::int64_t seq_len, int node, std::uint64_t seen) {
+constexpr void write_mask_row(const VerifyBatch& batch, std::uint8_t* lane_mask, std::int64_t seq_len, int node,
+                              std::uint64_t seen) {
   const int n = batch.num_draft_tokens;
   if (batch.mask_mode == MaskMode::kQlenOnlyBitpack) {
     const int bytes = packed_mask_bytes(n);
@@ -69,10 +82,10 @@ constexpr void tree_lane(const TreeSource& source, const VerifyBatch& batch, std
   const int n = batch.num_draft_tokens;
   const std::int64_t slot = batch.req_pool_indices[lane];
   const std::int64_t seq_len = batch.seq_lens[lane];
-  const int used = usable_nodes(source, slot, seq_len, n - 1);
+  const std::int64_t offset = mask_offset(batch, lane);
+  const int used = offset < 0 ? 0 : usable_nodes(source, slot, seq_len, n - 1);
   const std::int64_t out = static_cast<std::int64_t>(lane) * n;
   const std::int64_t in = slot * source.num_drafted - 1;  // node i of the tree is entry i - 1
-  std::uint8_t* const lane_mask = batch.mask + mask_offset(batch, lane);
   std::uint64_t seen[kMaxDraftTokens] = {};
   std::int32_t depth[kMaxDraftTokens] = {};
   for (int node = 0; node < n; ++node) {
@@ -86,7 +99,7 @@ constexpr void tree_lane(const TreeSource& source, const VerifyBatch& batch, std
     batch.retrieve_index[out + node] = out + node;
     batch.retrieve_next_token[out + node] = -1;
     batch.retrieve_next_sibling[out + node] = -1;
-    write_mask_row(batch, lane_mask, seq_len, node, seen[node]);
+    if (offset >= 0) write_mask_row(batch, batch.mask + offset, seq_len, node, seen[node]);
   }
   for (int node = used; node > 0; --node) {  // backwards, so that the first child comes first
     std::int64_t* const first = batch.retrieve_next_token + out + source.results.parents[in + node];

@@ -75,7 +75,8 @@ void DraftWeights::check(const DraftConfig& config, Device device) const {
     d2t.expect("d2t", device, {DType::kI64}, {config.draft_vocab_size});
   } else {
     expect(config.draft_vocab_size == config.vocab_size, ErrorCode::kShape, "d2t",
-           concat('[', config.draft_vocab_size, "] int64 since draft_vocab_size != vocab_size=", config.vocab_size), "nothing");
+           concat('[', config.draft_vocab_size, "] int64 since draft_vocab_size != vocab_size=", config.vocab_size),
+           "nothing");
   }
 }
 

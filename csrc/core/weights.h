@@ -1,4 +1,5 @@
-// The tensors of an EAGLE-3 head under the canonical names of eaglex/weights.py. Matrices are [out, in] as in nn.Linear.
+// The tensors of an EAGLE-3 head under the canonical names of eaglex/weights.py. Matrices are [out, in] as in
+// nn.Linear.
 #pragma once
 
 #include <vector>
@@ -9,12 +10,12 @@
 namespace eaglex {
 
 struct LayerWeights {
-  TensorView input_layernorm;  // [H]; empty in the first layer with EmbeddingNorm::kNone
-  TensorView hidden_norm;      // [H], first layer only
-  TensorView q_proj;           // [heads·D, 2H or H]
-  TensorView k_proj;           // [kv_heads·D, 2H or H]
-  TensorView v_proj;           // [kv_heads·D, 2H or H]
-  TensorView o_proj;           // [H, heads·D]
+  TensorView input_layernorm;           // [H]; empty in the first layer with EmbeddingNorm::kNone
+  TensorView hidden_norm;               // [H], first layer only
+  TensorView q_proj;                    // [heads·D, 2H or H]
+  TensorView k_proj;                    // [kv_heads·D, 2H or H]
+  TensorView v_proj;                    // [kv_heads·D, 2H or H]
+  TensorView o_proj;                    // [H, heads·D]
   TensorView post_attention_layernorm;  // [H]
   TensorView gate_proj;                 // [I, H]
   TensorView up_proj;                   // [I, H]

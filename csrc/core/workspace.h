@@ -1,4 +1,5 @@
-// The one place where device memory is carved. Planned twice by the same code: once without memory to count, once to hand out.
+// The one place where device memory is carved. Planned twice by the same code: once without memory to count, once to
+// hand out.
 #pragma once
 
 #include <cstddef>

@@ -22,18 +22,18 @@ struct Seen {
 void CpuBackend::attention(const AttentionParams& params) {
   const LiveRows live = live_rows(params.rows);
   const Index heads = context_.config.num_kv_heads;
-#pragma omp parallel for schedule(dynamic)
-  for (Index task = 0; task < live.count() * heads; ++task) {
+  parallel_for(live.count() * heads, [&](Index task) {
     const auto i = static_cast<std::size_t>(task / heads);
     attend_row(params, live.rows[i], live.places[i], task % heads);
-  }
+  });
 }
 
 void CpuBackend::attend_row(const AttentionParams& params, Index row, const RowPlace& place, Index kv_head) const {
   const DraftConfig& config = context_.config;
   const SpeculationConfig& speculation = context_.speculation;
   const bool step = params.rows.pass == Pass::kStep;
-  // Rows of the extend see keys up to their own; drafted nodes see the whole prefix and, in the scratch, their ancestors and self.
+  // Rows of the extend see keys up to their own; drafted nodes see the whole prefix and, in the scratch, their
+  // ancestors and self.
   const Index prefix = step ? context_.lanes.new_len[place.lane] : place.position + 1;
   const Index request = batch_.req_pool_indices[place.lane];
   std::vector<Seen> seen;
@@ -43,9 +43,11 @@ void CpuBackend::attend_row(const AttentionParams& params, Index row, const RowP
     if (slot >= 0) seen.push_back({context_.kv.k[params.layer], context_.kv.v[params.layer], slot});
   }
   if (step) {
-    const std::int32_t* const nodes = context_.lanes.ancestors[(params.rows.step - 1) % 2] + row * speculation.num_steps;
+    const std::int32_t* const nodes =
+        context_.lanes.ancestors[(params.rows.step - 1) % 2] + row * speculation.num_steps;
     const Index base = static_cast<Index>(place.lane) * speculation.num_scratch_nodes();
-    for (int depth = 0; depth < params.rows.step; ++depth) seen.push_back({params.scratch_k, params.scratch_v, base + nodes[depth]});
+    for (int depth = 0; depth < params.rows.step; ++depth)
+      seen.push_back({params.scratch_k, params.scratch_v, base + nodes[depth]});
   }
 
   const int dim = config.head_dim;

@@ -7,7 +7,9 @@
 
 namespace eaglex {
 
-std::unique_ptr<Backend> make_cpu_backend() { return std::make_unique<cpu::CpuBackend>(); }
+std::unique_ptr<Backend> make_cpu_backend() {
+  return std::make_unique<cpu::CpuBackend>();
+}
 
 }  // namespace eaglex
 
@@ -22,8 +24,8 @@ void check_full_mask(const VerifyBatch& batch) {
     expect_range("seq_lens", batch.seq_lens[lane], 0, kLongest);
     needed += batch.num_draft_tokens * (batch.seq_lens[lane] + batch.num_draft_tokens);
   }
-  expect(batch.mask_size >= needed, ErrorCode::kShape, "mask", concat("at least ", needed, " elements for these seq_lens"),
-         batch.mask_size);
+  expect(batch.mask_size >= needed, ErrorCode::kShape, "mask",
+         concat("at least ", needed, " elements for these seq_lens"), batch.mask_size);
 }
 
 }  // namespace
@@ -44,13 +46,11 @@ Linear CpuBackend::prepare(std::span<const TensorView> parts) {
 
 void CpuBackend::bind(const EngineContext& context) {
   context_ = context;
-  k_.assign(context.kv.k, context.kv.k + context.config.num_layers);
-  v_.assign(context.kv.v, context.kv.v + context.config.num_layers);
-  context_.kv.k = k_.data();
-  context_.kv.v = v_.data();
 }
 
-void CpuBackend::begin(const DraftBatch& batch, Stream /*stream*/) { batch_ = batch; }
+void CpuBackend::begin(const DraftBatch& batch, Stream /*stream*/) {
+  batch_ = batch;
+}
 
 CpuBackend::LiveRows CpuBackend::live_rows(const Rows& rows) const {
   LiveRows live;
@@ -76,8 +76,7 @@ void CpuBackend::select(const SelectParams& params) {
 }
 
 void CpuBackend::tree(const VerifyBatch& batch, Stream /*stream*/) {
-  const TreeSource source{context_.results, context_.limits.num_slots, context_.speculation.num_draft_tokens - 1,
-                          context_.config.vocab_size, context_.speculation.num_steps};
+  const TreeSource source = tree_source(context_);
   if (batch.mask_mode == MaskMode::kFull) check_full_mask(batch);
   for (std::int32_t lane = 0; lane < batch.batch; ++lane) tree_lane(source, batch, lane);
 }

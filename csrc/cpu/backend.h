@@ -48,7 +48,6 @@ class CpuBackend final : public Backend {
   bool rank_row(const HeadParams& params, const RowPlace& place, std::int64_t row, const float* logits) const;
 
   EngineContext context_;
-  std::vector<void*> k_, v_;
   DraftBatch batch_;
   std::vector<std::unique_ptr<std::byte[]>> memory_;
 };

@@ -73,11 +73,13 @@ bool CpuBackend::rank_row(const HeadParams& params, const RowPlace& place, Index
 
   if (context_.speculation.sampling == Sampling::kRejection) {
     const Index slot = batch_.req_pool_indices[place.lane];
-    float* const probs = context_.results.draft_probs + (slot * context_.speculation.num_steps + params.draft_step) * vocab;
+    float* const probs =
+        context_.results.draft_probs + (slot * context_.speculation.num_steps + params.draft_step) * vocab;
     Index id = 0;
     if (sampled) {
       for (Index i = 0; i < vocab; ++i) probs[i] = static_cast<float>(std::exp(logits[i] * scale - norm));
-      id = draw(probs, vocab, batch_.uniforms[static_cast<Index>(place.lane) * context_.speculation.num_steps + params.draft_step]);
+      id = draw(probs, vocab,
+                batch_.uniforms[static_cast<Index>(place.lane) * context_.speculation.num_steps + params.draft_step]);
     } else {  // temperature 0: all mass on the best
       id = std::max_element(logits, logits + vocab) - logits;
       std::fill(probs, probs + vocab, 0.0F);

@@ -23,8 +23,8 @@ void rotate(float* head, Index position, const float* inv_freq, int rotary_dim, 
   }
 }
 
-// Zero for what is not finite in the pool's type (float16 ends at 65504): a NaN or infinity in the pool would void every later
-// draft of all requests that share the prefix.
+// Zero for what is not finite in the pool's type (float16 ends at 65504): a NaN or infinity in the pool would void
+// every later draft of all requests that share the prefix.
 void store_finite(void* pool, DType dtype, Index i, float value) {
   store(pool, dtype, i, value);
   if (!std::isfinite(load(pool, dtype, i))) store(pool, dtype, i, 0.0F);
@@ -42,11 +42,11 @@ void CpuBackend::fuse(const FuseParams& params) {
   const Index width = config.aux_width();
   const std::size_t element = size_of(batch_.aux_type);
   std::vector<float> x(static_cast<std::size_t>(live.count() * width));
-#pragma omp parallel for schedule(static)
-  for (Index i = 0; i < live.count(); ++i) {
+  parallel_for(live.count(), [&](Index i) {
     float* const row = x.data() + i * width;
-    const auto* const source = static_cast<const std::byte*>(batch_.aux_hidden_states) +
-                               static_cast<std::size_t>(live.rows[static_cast<std::size_t>(i)] * batch_.aux_stride) * element;
+    const auto* const source =
+        static_cast<const std::byte*>(batch_.aux_hidden_states) +
+        static_cast<std::size_t>(live.rows[static_cast<std::size_t>(i)] * batch_.aux_stride) * element;
     for (Index j = 0; j < width; ++j) row[j] = load(source, batch_.aux_type, j);
     if (config.aux_norm == AuxNorm::kWhole) rms_norm(row, params.aux_norms[0], config.rms_norm_eps, row);
     if (config.aux_norm == AuxNorm::kEach) {
@@ -55,37 +55,39 @@ void CpuBackend::fuse(const FuseParams& params) {
         rms_norm(part, params.aux_norms[a], config.rms_norm_eps, part);
       }
     }
-  }
+  });
   linear({live.rows.data(), live.count(), x.data(), width}, params.fc.parts[0], static_cast<float*>(params.hidden),
          config.hidden_size);
 }
 
-// The rows that enter q, k and v: [embedding | hidden state], each normed, in the first layer; the normed hidden state later.
+// The rows that enter q, k and v: [embedding | hidden state], each normed, in the first layer; the normed hidden state
+// later.
 std::vector<float> CpuBackend::layer_input(const QkvParams& params, const LiveRows& live) const {
   const DraftConfig& config = context_.config;
   const Index hidden_size = config.hidden_size;
   const Index width = config.layer_input(params.layer);
   const bool first = params.layer == 0;
   std::vector<float> x(static_cast<std::size_t>(live.count() * width));
-#pragma omp parallel for schedule(static)
-  for (Index i = 0; i < live.count(); ++i) {
+  parallel_for(live.count(), [&](Index i) {
     const Index row = live.rows[static_cast<std::size_t>(i)];
     const RowPlace& place = live.places[static_cast<std::size_t>(i)];
-    const float* const hidden = static_cast<const float*>(params.hidden) + (params.gather ? place.source : row) * hidden_size;
+    const float* const hidden =
+        static_cast<const float*>(params.hidden) + (params.gather ? place.source : row) * hidden_size;
     float* const out = x.data() + i * width;
     float* const normed = first ? out + hidden_size : out;
     rms_norm(hidden, first ? params.hidden_norm : params.input_layernorm, config.rms_norm_eps, normed);
     if (first) {
       const Index token =
           params.rows.pass == Pass::kStep ? context_.lanes.frontier_tokens[row] : batch_.input_ids[place.source];
-      for (Index j = 0; j < hidden_size; ++j) out[j] = load(params.embed_tokens.data, params.embed_tokens.dtype, token * hidden_size + j);
+      for (Index j = 0; j < hidden_size; ++j)
+        out[j] = load(params.embed_tokens.data, params.embed_tokens.dtype, token * hidden_size + j);
       if (params.input_layernorm) rms_norm(out, params.input_layernorm, config.rms_norm_eps, out);
     }
     if (params.parts != QkvParts::kKeyValue) {
       const bool normed_residual = first && config.residual == Residual::kNormed;
       copy(normed_residual ? normed : hidden, hidden_size, static_cast<float*>(params.residual) + row * hidden_size);
     }
-  }
+  });
   return x;
 }
 
@@ -119,7 +121,7 @@ void CpuBackend::qkv(const QkvParams& params) {
     const auto at = static_cast<std::size_t>(i);
     const RowPlace& place = live.places[at];
     const Index slot = scratch ? static_cast<Index>(place.lane) * context_.speculation.num_scratch_nodes() +
-                                     (params.rows.step - 1) * width + live.rows[at] % width
+                                     static_cast<Index>(params.rows.step - 1) * width + live.rows[at] % width
                                : write_slot(context_, batch_, place.lane, place.source, place.position);
     for (int head = 0; head < config.num_kv_heads; ++head) {
       rotate(k.data() + i * kv_size + static_cast<Index>(head) * config.head_dim, place.position, params.inv_freq,
@@ -166,7 +168,8 @@ void CpuBackend::gate_up(const GateUpParams& params) {
   linear({nullptr, live.count(), x.data(), hidden_size}, params.gate_up.parts[1], up.data(), inter);
   for (Index i = 0; i < live.count(); ++i) {
     float* const gate = out + live.rows[static_cast<std::size_t>(i)] * inter;
-    for (Index j = 0; j < inter; ++j) gate[j] = gate[j] / (1.0F + std::exp(-gate[j])) * up[static_cast<std::size_t>(i * inter + j)];
+    for (Index j = 0; j < inter; ++j)
+      gate[j] = gate[j] / (1.0F + std::exp(-gate[j])) * up[static_cast<std::size_t>(i * inter + j)];
   }
 }
 

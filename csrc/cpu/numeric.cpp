@@ -1,9 +1,11 @@
 #include "cpu/numeric.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
-// One binary for old and new x86 processors: the loader picks the widest version that runs. Elsewhere the compiler's default.
+// One binary for old and new x86 processors: the loader picks the widest version that runs. Elsewhere the compiler's
+// default.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define EAGLEX_CPU_VERSIONS __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
 #else
@@ -45,19 +47,19 @@ void rms_norm(const float* x, const TensorView& gamma, float eps, float* out) {
 }
 
 void linear(const LinearRows& rows, const TensorView& weight, float* out, std::int64_t out_stride) {
+  constexpr std::int64_t kBlock = 32;  // outputs per task, which share a buffer
   const std::int64_t outputs = weight.shape[0];
-#pragma omp parallel
-  {
-    std::vector<float> buffer(static_cast<std::size_t>(rows.in));
-#pragma omp for schedule(static)
-    for (std::int64_t o = 0; o < outputs; ++o) {
+  parallel_for((outputs + kBlock - 1) / kBlock, [&](std::int64_t block) {
+    std::vector<float> buffer(weight.dtype == DType::kF32 ? 0 : static_cast<std::size_t>(rows.in));
+    const std::int64_t end = std::min(outputs, (block + 1) * kBlock);
+    for (std::int64_t o = block * kBlock; o < end; ++o) {
       const float* const w = widen(weight.data, weight.dtype, o * rows.in, rows.in, buffer.data());
       for (std::int64_t i = 0; i < rows.count; ++i) {
         const std::int64_t row = rows.rows == nullptr ? i : rows.rows[i];
         out[row * out_stride + o] = dot(rows.x + i * rows.in, w, rows.in);
       }
     }
-  }
+  });
 }
 
 }  // namespace eaglex::cpu

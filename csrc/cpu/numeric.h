@@ -3,13 +3,16 @@
 
 #include <bit>
 #include <cstdint>
+#include <exception>
 #include <limits>
 
 #include "core/tensor.h"
 
 namespace eaglex::cpu {
 
-inline float from_bf16(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+inline float from_bf16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
 
 // Round to nearest even; NaN stays NaN.
 inline std::uint16_t to_bf16(float value) {
@@ -32,7 +35,7 @@ inline std::uint16_t to_f16(float value) {
   const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
   if (magnitude > 0x7F800000U) return sign | 0x7E00U;
   if (magnitude >= 0x477FF000U) return sign | 0x7C00U;  // rounds to 2^16 or beyond
-  if (magnitude < 0x38800000U) {                        // subnormal: adding 2^-1 leaves the rounded value in the low bits
+  if (magnitude < 0x38800000U) {  // subnormal: adding 2^-1 leaves the rounded value in the low bits
     const float shifted = std::bit_cast<float>(magnitude) + 0.5F;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000U));
   }
@@ -66,6 +69,23 @@ inline void store(void* data, DType dtype, std::int64_t i, float value) {
     default:
       break;
   }
+}
+
+// task(i) for every i < count, on all threads. An exception leaves the region and is thrown again behind it; one that
+// escaped inside would end the process.
+template <typename Task>
+void parallel_for(std::int64_t count, const Task& task) {
+  std::exception_ptr failure;
+#pragma omp parallel for schedule(dynamic)
+  for (std::int64_t i = 0; i < count; ++i) {
+    try {
+      task(i);
+    } catch (...) {
+#pragma omp critical(eaglex_parallel_for)
+      failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 // data[first .. first + count) as floats; the source itself where it already is.

@@ -1,4 +1,5 @@
-// admit: status and new length per lane, the slot's old result voided (core/lane.h: admit_lane, rows checked side by side).
+// admit: status and new length per lane, the slot's old result voided (core/lane.h: admit_lane, rows checked side by
+// side).
 // Caller: first in every cycle.
 // Bytes: 12 to 16 per row (input id, KV slot), 60 per lane.
 // Mapping: one CTA per lane, one thread per row, strided.
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
   if (__syncthreads_and(sound) == 0) status = LaneStatus::kBadIndex;
   if (threadIdx.x != 0) return;
   context.lanes.status[lane] = static_cast<std::int32_t>(status);
-  context.lanes.new_len[lane] = batch.seq_lens[lane] + batch.num_valid[lane];
+  context.lanes.new_len[lane] = keeps_kv(status) ? batch.seq_lens[lane] + batch.num_valid[lane] : 0;
   const std::int64_t slot = batch.req_pool_indices[lane];
   if (slot > 0 && slot < context.limits.num_slots) context.results.drafted_for[slot] = -1;
 }

@@ -1,7 +1,9 @@
 // attention: softmax(q kᵀ / √D) v over the prefix in the paged pool and the node's ancestors in the scratch.
 // Caller: per layer, after qkv.
-// Bytes: K and V of prefix and scratch once per kv head and block of 16 queries; queries of one kv head share them (GQA).
-// Mapping: grid (workers over shares of the keys, kv heads × blocks of queries, lanes or rows); then one CTA per row and head
+// Bytes: K and V of prefix and scratch once per kv head and block of 16 queries; queries of one kv head share them
+// (GQA).
+// Mapping: grid (workers over shares of the keys, kv heads × blocks of queries, lanes or rows); then one CTA per row
+// and head
 //          combines the shares in fixed order. They depend on the number of keys alone, so a result does not depend on the batch.
 #include <algorithm>
 
@@ -29,7 +31,7 @@ std::size_t shared_bytes(int dim, int queries) {
 // The queries of one CTA: rows of one lane (the frontier of a step) or one row, times the heads that share a kv head.
 struct Group {
   std::int64_t row = 0;  // first row
-  int first = 0;  // first query of the CTA, row-major over [rows, heads of the group]
+  int first = 0;         // first query of the CTA, row-major over [rows, heads of the group]
   int count = 0;
   int heads = 0;
 };

@@ -18,7 +18,7 @@ namespace eaglex::cuda {
 namespace {
 
 constexpr std::size_t kChunkBytes = std::size_t{64} << 20;  // of each kind of buffer
-constexpr int kOldest = 8;  // sm_80: cp.async and bf16 products
+constexpr int kOldest = 8;                                  // sm_80: cp.async and bf16 products
 
 int per_row(std::size_t bytes_per_row, int most) {
   const auto rows = static_cast<long long>(kChunkBytes / bytes_per_row);
@@ -112,7 +112,8 @@ void CudaBackend::carve(Workspace& workspace) {
       workspace.take<float>(static_cast<std::size_t>(plan_.attention_rows) * attention_partial_floats(config));
 }
 
-// ------------------------------------------------------------------------------------------------------- block and graphs
+// ------------------------------------------------------------------------------------------------------- block and
+// graphs
 
 void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
   batch_ = batch;
@@ -151,7 +152,8 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
   graphs_->launch(bucket, batch_, stream_);
 }
 
-// -------------------------------------------------------------------------------------------------------------------- steps
+// --------------------------------------------------------------------------------------------------------------------
+// steps
 
 GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight) const {
   GemmParams params;
@@ -175,7 +177,8 @@ void CudaBackend::admit() {
   launch_admit(chain_, lanes(), stream_);
 }
 
-// The host's rows as they are, where they need neither norm nor conversion: only for prompts, where the copy would cost.
+// The host's rows as they are, where they need neither norm nor conversion: only for prompts, where the copy would
+// cost.
 bool CudaBackend::reads_aux_directly(const FuseParams& params) const {
   constexpr int kMany = 256;
   const auto address = reinterpret_cast<std::uintptr_t>(batch_.aux_hidden_states);

@@ -44,10 +44,10 @@ class CudaBackend final : public Backend {
   // Between the kernels of one step. Long prompts go through them in chunks of `rows`.
   struct Buffers {
     DraftBatch* block = nullptr;
-    void* x = nullptr;          // [rows, widest input of a product]
-    float* raw = nullptr;       // [rows, q | k | v]
-    float* logits = nullptr;    // [head_rows, Vd]
-    float* ranked = nullptr;    // [head_rows, segments, 2 + 2k]
+    void* x = nullptr;           // [rows, widest input of a product]
+    float* raw = nullptr;        // [rows, q | k | v]
+    float* logits = nullptr;     // [head_rows, Vd]
+    float* ranked = nullptr;     // [head_rows, segments, 2 + 2k]
     float* attention = nullptr;  // [attention_rows, partial results]
   };
   // Sizes that follow from the config once.

@@ -16,7 +16,8 @@ struct Tile {
   static constexpr int kStageElements = (kBM + kBN) * kDepth;
   static constexpr std::size_t kBytes = std::size_t{2} * kStages * kStageElements;
 };
-// Few rows: a narrow tile, so that all SMs read weights. Many: a square one. All within 99 KB, the least that our targets have.
+// Few rows: a narrow tile, so that all SMs read weights. Many: a square one. All within 99 KB, the least that our
+// targets have.
 using SkinnyTile = Tile<16, 64, 16, 16, 6>;
 using MiddleTile = Tile<64, 64, 32, 32, 4>;
 using SquareTile = Tile<128, 128, 64, 32, 3>;

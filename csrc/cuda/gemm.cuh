@@ -47,8 +47,8 @@ __device__ inline void multiply_add<__half>(float (&c)[4], const std::uint32_t (
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Output column and weight part of row `r` of a tile of kTile weight rows. With kSwiglu every group of kGroup rows (what one
-// warp or thread owns) is half gate, half up of the same columns, so that the product needs no exchange.
+// Output column and weight part of row `r` of a tile of kTile weight rows. With kSwiglu every group of kGroup rows
+// (what one warp or thread owns) is half gate, half up of the same columns, so that the product needs no exchange.
 template <int kTile, int kGroup>
 struct TileRow {
   int column = 0;

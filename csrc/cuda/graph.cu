@@ -1,4 +1,5 @@
-// load_block: the parameter block of one cycle, from the pinned ring (graph) or from the kernel's arguments (raw launches).
+// load_block: the parameter block of one cycle, from the pinned ring (graph) or from the kernel's arguments (raw
+// launches).
 // Caller: first kernel of every cycle.
 // Bytes: 150 over PCIe.
 // Mapping: one warp, one word per thread.

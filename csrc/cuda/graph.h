@@ -12,8 +12,8 @@
 
 namespace eaglex::cuda {
 
-// In pinned memory. The n-th launch of any graph reads entry n % kDepth; the device counts launches itself, so that nothing in the
-// graph changes from replay to replay, and says how many entries it has read.
+// In pinned memory. The n-th launch of any graph reads entry n % kDepth; the device counts launches itself, so that
+// nothing in the graph changes from replay to replay, and says how many entries it has read.
 struct ParameterRing {
   static constexpr int kDepth = 8;
   DraftBatch entries[kDepth];
@@ -52,7 +52,7 @@ class Graphs {
   DraftBatch* block_ = nullptr;
   PinnedMemory ring_memory_;
   ParameterRing* ring_ = nullptr;
-  DeviceMemory launches_;  // unsigned long long, the device's count
+  DeviceMemory launches_;            // unsigned long long, the device's count
   unsigned long long launched_ = 0;  // the host's
 };
 

@@ -1,4 +1,5 @@
-// head: top-k of log-softmax(logits) with ties to the lowest id, or one token drawn at the request's temperature by inverse CDF;
+// head: top-k of log-softmax(logits) with ties to the lowest id, or one token drawn at the request's temperature by
+// inverse CDF;
 //       logits that are not finite make the lane kNotFinite (reference.draft, top_k, sample).
 // Caller: once per step, behind the final norm and lm_head (gemm).
 // Bytes: rows · Vd · 4 of logits; with rejection sampling three times, and Vd · 4 of probabilities written.
@@ -122,7 +123,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The first id whose running probability exceeds uniform · total; each thread sums a run of ids, thread 0 finds the run.
+// The first id whose running probability exceeds uniform · total; each thread sums a run of ids, thread 0 finds the
+// run.
 __device__ int draw(const float* probs, int count, float uniform, double* running) {
   const int thread = static_cast<int>(threadIdx.x);
   const int run = ceil_div(count, kDrawThreads);

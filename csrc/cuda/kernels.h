@@ -1,5 +1,6 @@
 // The launches of the plain chain, one or two per step; csrc/cuda/backend.cu strings them together with gemm().
-// All take rows [first, first + count) of a pass; `x`, `raw` and `logits` are the backend's own buffers and start at row `first`.
+// All take rows [first, first + count) of a pass; `x`, `raw` and `logits` are the backend's own buffers and start at
+// row `first`.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -25,7 +26,7 @@ struct QkvInput {
   const void* input_layernorm = nullptr;  // null: none
   const void* hidden_norm = nullptr;
   const void* hidden = nullptr;
-  void* x = nullptr;  // out [count, 2H or H]
+  void* x = nullptr;         // out [count, 2H or H]
   void* residual = nullptr;  // out [R, H], or null
 };
 void launch_qkv_input(const Chain& chain, DType type, const QkvInput& params, cudaStream_t stream);
@@ -60,10 +61,10 @@ void launch_attention(const Chain& chain, DType type, const AttentionLaunch& par
 // gate_up and head: the norm in front of the product.
 struct NormInput {
   RowRange range;
-  const void* x = nullptr;  // [R, H]
+  const void* x = nullptr;      // [R, H]
   const void* gamma = nullptr;  // [H]
-  void* normed = nullptr;  // out [count, H]
-  void* replace = nullptr;  // out [R, H] as well, or null; may be x
+  void* normed = nullptr;       // out [count, H]
+  void* replace = nullptr;      // out [R, H] as well, or null; may be x
 };
 void launch_norm_input(const Chain& chain, DType type, const NormInput& params, cudaStream_t stream);
 
@@ -72,7 +73,7 @@ struct HeadOutput {
   RowRange range;
   int draft_step = 0;
   const float* logits = nullptr;  // [count, Vd]
-  float* partial = nullptr;  // [count, segments, 2 + 2k]: max, Σ exp, scores, ids
+  float* partial = nullptr;       // [count, segments, 2 + 2k]: max, Σ exp, scores, ids
 };
 [[nodiscard]] std::size_t head_partial_floats(const EngineContext& context);  // per row
 void launch_head_output(const Chain& chain, const HeadOutput& params, cudaStream_t stream);

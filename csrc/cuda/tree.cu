@@ -1,5 +1,7 @@
-// tree: a slot's draft becomes the verifier's tokens, positions, links and mask, in the new batch's order (core/tree.h).
-// Caller: once at the start of the next cycle; its block travels as a kernel argument, so nothing on the host outlives the call.
+// tree: a slot's draft becomes the verifier's tokens, positions, links and mask, in the new batch's order
+// (core/tree.h).
+// Caller: once at the start of the next cycle; its block travels as a kernel argument, so nothing on the host outlives
+// the call.
 // Bytes: 60 per node; the mask N · (seq_len + N) per request with kFull, N · N or N · 1..8 else.
 // Mapping: grid (requests, shares of the mask); each CTA rebuilds the ≤ 64 nodes for itself, the first one writes them.
 #include "core/tree.h"
@@ -84,6 +86,25 @@ __device__ void write_mask(const VerifyBatch& batch, std::uint8_t* mask, std::in
   }
 }
 
+// core's mask_offset with kFull as a reduction over the lanes: -1 where a length is out of range or the mask would not
+// fit.
+__device__ std::int64_t full_mask_offset(const VerifyBatch& batch, std::int32_t lane, std::int64_t* sums) {
+  const std::int64_t n = batch.num_draft_tokens;
+  std::int64_t before = 0;
+  int bad = 0;
+  for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i <= lane; i += kThreads) {
+    const std::int64_t seq_len = batch.seq_lens[i];
+    if (seq_len < 0 || seq_len > batch.mask_size) {
+      bad = 1;
+    } else if (i < lane) {
+      before += n * (seq_len + n);
+    }
+  }
+  before = block_sum(before, sums);
+  if (__syncthreads_or(bad) != 0) return -1;
+  return before + n * (batch.seq_lens[lane] + n) <= batch.mask_size ? before : -1;
+}
+
 __global__ void __launch_bounds__(kThreads)
     tree_kernel(const __grid_constant__ TreeSource source, const __grid_constant__ VerifyBatch batch) {
   __shared__ Nodes nodes;
@@ -91,25 +112,17 @@ __global__ void __launch_bounds__(kThreads)
   const auto lane = static_cast<std::int32_t>(blockIdx.x);
   const std::int64_t slot = batch.req_pool_indices[lane];
   const std::int64_t seq_len = batch.seq_lens[lane];
-  build_nodes(source, batch, slot, seq_len, nodes);
+  const std::int64_t offset =
+      batch.mask_mode == MaskMode::kFull ? full_mask_offset(batch, lane, sums) : mask_offset(batch, lane);
+  build_nodes(source, batch, offset < 0 ? 0 : slot, seq_len, nodes);
   if (blockIdx.y == 0) write_nodes(source, batch, lane, slot, seq_len, nodes);
-  std::int64_t offset = 0;
-  if (batch.mask_mode == MaskMode::kFull) {  // core's mask_offset as a reduction
-    for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < lane; i += kThreads) {
-      offset += batch.num_draft_tokens * (batch.seq_lens[i] + batch.num_draft_tokens);
-    }
-    offset = block_sum(offset, sums);
-  } else {
-    offset = mask_offset(batch, lane);
-  }
-  write_mask(batch, batch.mask + offset, seq_len, nodes);
+  if (offset >= 0) write_mask(batch, batch.mask + offset, seq_len, nodes);
 }
 
 }  // namespace
 
 void launch_tree(const EngineContext& context, const VerifyBatch& batch, int num_sms, cudaStream_t stream) {
-  const TreeSource source{context.results, context.limits.num_slots, context.speculation.num_draft_tokens - 1,
-                          context.config.vocab_size};
+  const TreeSource source = tree_source(context);
   // The full mask's size is known to the device alone: enough CTAs to write a long one at memory speed.
   const int shares = batch.mask_mode == MaskMode::kFull ? ceil_div(2 * num_sms, batch.batch) : 1;
   const dim3 grid(static_cast<unsigned>(batch.batch), static_cast<unsigned>(shares));

@@ -22,28 +22,35 @@ void check_rows(const TensorView& aux, int width, int max_rows, Device device) {
   const bool shaped = aux && aux.rank == 2 && aux.shape[1] == width && (aux.stride[1] == 1 || width == 1) &&
                       (aux.shape[0] == 1 || aux.stride[0] >= width);
   if (!typed || !shaped || !(aux.device == device)) {
-    fail(ErrorCode::kShape, "aux_hidden_states: expected [rows, ", width, "] float32, float16 or bfloat16 on ", name_of(device),
-         ", got ", aux ? describe(aux) : "nothing", "; does the target capture the auxiliary layers of this draft?");
+    fail(ErrorCode::kShape, "aux_hidden_states: expected [rows, ", width, "] float32, float16 or bfloat16 on ",
+         name_of(device), ", got ", aux ? describe(aux) : "nothing",
+         "; does the target capture the auxiliary layers of this draft?");
   }
   expect_range("aux_hidden_states rows", aux.shape[0], 1, max_rows);
 }
 
 }  // namespace
 
-void EngineTensors::check(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
-                          Device device) const {
-  const std::int64_t slots = limits.num_slots;
-  const std::int64_t nodes = speculation.num_draft_tokens - 1;
-  req_to_token.expect("req_to_token", device, {DType::kI32}, {slots, kAnySize});
+void EngineTensors::check_host(const DraftConfig& config, const EngineLimits& limits, Device device) const {
+  req_to_token.expect("req_to_token", device, {DType::kI32}, {limits.num_slots, kAnySize});
   const auto layers = static_cast<std::size_t>(config.num_layers);
   expect(draft_k.size() == layers, ErrorCode::kShape, "draft_k", concat(layers, " layers"), draft_k.size());
   expect(draft_v.size() == layers, ErrorCode::kShape, "draft_v", concat(layers, " layers"), draft_v.size());
-  draft_k[0].expect("draft_k[0]", device, {DType::kF32, DType::kF16, DType::kBF16}, {kAnySize, config.num_kv_heads, config.head_dim});
+  draft_k[0].expect("draft_k[0]", device, {DType::kF32, DType::kF16, DType::kBF16},
+                    {kAnySize, config.num_kv_heads, config.head_dim});
   for (std::size_t i = 0; i < layers; ++i) {
     const std::int64_t kv_slots = draft_k[0].shape[0];
-    draft_k[i].expect(concat("draft_k[", i, ']').c_str(), device, {draft_k[0].dtype}, {kv_slots, config.num_kv_heads, config.head_dim});
-    draft_v[i].expect(concat("draft_v[", i, ']').c_str(), device, {draft_k[0].dtype}, {kv_slots, config.num_kv_heads, config.head_dim});
+    draft_k[i].expect(concat("draft_k[", i, ']').c_str(), device, {draft_k[0].dtype},
+                      {kv_slots, config.num_kv_heads, config.head_dim});
+    draft_v[i].expect(concat("draft_v[", i, ']').c_str(), device, {draft_k[0].dtype},
+                      {kv_slots, config.num_kv_heads, config.head_dim});
   }
+}
+
+void EngineTensors::check_results(const DraftConfig& config, const SpeculationConfig& speculation,
+                                  const EngineLimits& limits, Device device) const {
+  const std::int64_t slots = limits.num_slots;
+  const std::int64_t nodes = speculation.num_draft_tokens - 1;
   num_nodes.expect("num_nodes", device, {DType::kI32}, {slots});
   drafted_for.expect("drafted_for", device, {DType::kI64}, {slots});
   counters.expect("counters", device, {DType::kI64}, {kNumLaneStatus});
@@ -60,12 +67,13 @@ void EngineTensors::check(const DraftConfig& config, const SpeculationConfig& sp
 }
 
 DraftResults EngineTensors::results() const noexcept {
-  return {draft_tokens.as<std::int64_t>(), parents.as<std::int32_t>(),     scores.as<float>(),         num_nodes.as<std::int32_t>(),
-          drafted_for.as<std::int64_t>(),  draft_probs.as<float>(), counters.as<std::int64_t>()};
+  return {draft_tokens.as<std::int64_t>(), parents.as<std::int32_t>(),     scores.as<float>(),
+          num_nodes.as<std::int32_t>(),    drafted_for.as<std::int64_t>(), draft_probs.as<float>(),
+          counters.as<std::int64_t>()};
 }
 
-DraftBatch BatchTensors::check(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
-                               Device device) const {
+DraftBatch BatchTensors::check(const DraftConfig& config, const SpeculationConfig& speculation,
+                               const EngineLimits& limits, Device device) const {
   check_rows(aux_hidden_states, config.aux_width(), limits.max_rows, device);
   num_valid.expect("num_valid", device, {DType::kI32}, {kAnySize});
   const std::int64_t batch = num_valid.shape[0];
@@ -115,7 +123,8 @@ VerifyBatch VerifyTensors::check(const EngineLimits& limits, Device device) cons
   switch (mask_mode) {
     case MaskMode::kFull:
       mask.expect("mask", device, {DType::kU8}, {kAnySize});
-      expect(mask.numel() >= batch * n * n, ErrorCode::kShape, "mask", concat("at least ", batch * n * n, " elements"), mask.numel());
+      expect(mask.numel() >= batch * n * n, ErrorCode::kShape, "mask", concat("at least ", batch * n * n, " elements"),
+             mask.numel());
       break;
     case MaskMode::kQlenOnly:
       mask.expect("mask", device, {DType::kU8}, {batch, n, n});

@@ -22,7 +22,10 @@ struct EngineTensors {
   TensorView draft_probs;   // [num_slots, K, Vd] float32, only with Sampling::kRejection
   TensorView counters;      // [kNumLaneStatus] int64
 
-  void check(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits, Device device) const;
+  // The host's own tensors, which can be checked before results are allocated; and the results.
+  void check_host(const DraftConfig& config, const EngineLimits& limits, Device device) const;
+  void check_results(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
+                     Device device) const;
   [[nodiscard]] DraftResults results() const noexcept;
 };
 
@@ -39,8 +42,8 @@ struct BatchTensors {
   TensorView temperatures;       // [B] float32 or empty
   TensorView uniforms;           // [B, K] float32 or empty
 
-  [[nodiscard]] DraftBatch check(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
-                                 Device device) const;
+  [[nodiscard]] DraftBatch check(const DraftConfig& config, const SpeculationConfig& speculation,
+                                 const EngineLimits& limits, Device device) const;
 };
 
 // The verifier's side of the next cycle; see VerifyBatch.

@@ -3,40 +3,47 @@
 #include <vector>
 
 namespace eaglex {
-namespace {
 
-// The pool's description points into these arrays, so the backend copies what it needs of them in bind().
-struct PoolPointers {
-  std::vector<void*> k, v;
-};
-
-PoolPointers pool_pointers(const EngineTensors& tensors) {
-  PoolPointers pointers;
-  for (const TensorView& tensor : tensors.draft_k) pointers.k.push_back(tensor.data);
-  for (const TensorView& tensor : tensors.draft_v) pointers.v.push_back(tensor.data);
-  return pointers;
-}
-
-KvPool pool_of(const EngineTensors& tensors, const PoolPointers& pointers) {
-  return {tensors.req_to_token.as<const std::int32_t>(), tensors.req_to_token.shape[1], tensors.draft_k[0].shape[0],
-          tensors.draft_k[0].dtype, pointers.k.data(), pointers.v.data()};
-}
-
-Loop make_loop(Backend& backend, const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
-               const DraftWeights& weights, const EngineTensors& tensors) {
+void check_inputs(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
+                  const DraftWeights& weights, const EngineTensors& tensors, Device device) {
   config.check();
   speculation.check(config);
   limits.check();
-  weights.check(config, backend.device());
-  tensors.check(config, speculation, limits, backend.device());
-  const PoolPointers pointers = pool_pointers(tensors);
-  return Loop(backend, config, speculation, limits, weights, pool_of(tensors, pointers), tensors.results());
+  weights.check(config, device);
+  tensors.check_host(config, limits, device);
+}
+
+namespace {
+
+Loop make_loop(Backend& backend, const DraftConfig& config, const SpeculationConfig& speculation,
+               const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors) {
+  check_inputs(config, speculation, limits, weights, tensors, backend.device());
+  tensors.check_results(config, speculation, limits, backend.device());
+  const auto pointers = [](const std::vector<TensorView>& layers) {
+    std::vector<void*> data;
+    for (const TensorView& layer : layers) data.push_back(layer.data);
+    return data;
+  };
+  KvPool pool;
+  pool.req_to_token = tensors.req_to_token.as<const std::int32_t>();
+  pool.max_context = tensors.req_to_token.shape[1];
+  pool.num_kv_slots = tensors.draft_k[0].shape[0];
+  pool.dtype = tensors.draft_k[0].dtype;
+  return {backend,
+          config,
+          speculation,
+          limits,
+          weights,
+          pool,
+          {pointers(tensors.draft_k), pointers(tensors.draft_v)},
+          tensors.results()};
 }
 
 }  // namespace
 
-DraftEngine::DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config, const SpeculationConfig& speculation,
-                         const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors)
+DraftEngine::DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config,
+                         const SpeculationConfig& speculation, const EngineLimits& limits, const DraftWeights& weights,
+                         const EngineTensors& tensors)
     : backend_(std::move(backend)), loop_(make_loop(*backend_, config, speculation, limits, weights, tensors)) {}
 
 DraftBatch DraftEngine::admit(const BatchTensors& batch) const {

@@ -1,4 +1,5 @@
-// DraftEngine: the public C++ class. Owns the backend, its workspace and the loop; borrows weights, KV pool and result buffers.
+// DraftEngine: the public C++ class. Owns the backend, its workspace and the loop; borrows weights, KV pool and result
+// buffers.
 #pragma once
 
 #include <memory>
@@ -9,9 +10,15 @@
 
 namespace eaglex {
 
+// All that can be wrong before memory is taken for results and workspace; throws Error.
+void check_inputs(const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
+                  const DraftWeights& weights, const EngineTensors& tensors, Device device);
+
+// For one thread at a time: a cycle uses the engine's workspace.
 class DraftEngine {
  public:
-  // Checks everything before the first byte of device memory is taken; throws Error. All tensors must outlive the engine.
+  // Checks everything before the first byte of device memory is taken; throws Error. All tensors must outlive the
+  // engine.
   DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config, const SpeculationConfig& speculation,
               const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors);
 

@@ -2,13 +2,22 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 namespace eaglex {
 
-Loop::Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
-           const DraftWeights& weights, const KvPool& kv, const DraftResults& results)
-    : backend_(backend), context_{config, speculation, limits, kv, results, {}}, weights_(weights) {
-  const auto prepare = [&](const auto&... parts) { return backend_.prepare(std::array<TensorView, sizeof...(parts)>{parts...}); };
+Loop::Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig& speculation,
+           const EngineLimits& limits, const DraftWeights& weights, const KvPool& kv, PoolArrays arrays,
+           const DraftResults& results)
+    : backend_(backend),
+      arrays_(std::move(arrays)),
+      context_{config, speculation, limits, kv, results, {}},
+      weights_(weights) {
+  context_.kv.k = arrays_.k.data();
+  context_.kv.v = arrays_.v.data();
+  const auto prepare = [&](const auto&... parts) {
+    return backend_.prepare(std::array<TensorView, sizeof...(parts)>{parts...});
+  };
   fc_ = prepare(weights.fc);
   lm_head_ = prepare(weights.lm_head);
   for (const LayerWeights& layer : weights.layers) {
@@ -50,7 +59,8 @@ void Loop::carve(Workspace& workspace) {
   const std::size_t element = size_of(backend_.activation_type());
   const auto hidden = static_cast<std::size_t>(config.hidden_size) * element;
   const auto q_size = static_cast<std::size_t>(config.q_size()) * element;
-  // A draft of one layer runs it on one row per lane only (the single-layer identity); deeper ones on every row below the last.
+  // A draft of one layer runs it on one row per lane only (the single-layer identity); deeper ones on every row below
+  // the last.
   const std::size_t rows = config.num_layers > 1 ? std::max(max_rows, frontier) : frontier;
   buffers_.rows = workspace.take_bytes(max_rows * hidden);
   for (auto& buffer : buffers_.hidden) buffer = workspace.take_bytes(frontier * hidden);

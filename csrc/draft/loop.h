@@ -10,9 +10,14 @@ namespace eaglex {
 
 class Loop {
  public:
+  // The pool's arrays, one pointer per layer.
+  struct PoolArrays {
+    std::vector<void*> k, v;
+  };
+
   // Prepares the weights and carves all buffers from the backend's memory; nothing is allocated afterwards.
   Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig& speculation, const EngineLimits& limits,
-       const DraftWeights& weights, const KvPool& kv, const DraftResults& results);
+       const DraftWeights& weights, const KvPool& kv, PoolArrays arrays, const DraftResults& results);
 
   // admit, extend, select, then K - 1 times: all layers over the frontier, head, select. `rows` bounds the extend rows.
   void cycle(int lanes, int rows) const;
@@ -47,6 +52,7 @@ class Loop {
   void finish_step(int draft_step, const Rows& rows, void* hidden) const;
 
   Backend& backend_;
+  PoolArrays arrays_;
   EngineContext context_;
   DraftWeights weights_;
   std::vector<Layer> layers_;

@@ -62,7 +62,8 @@ struct World {
 TEST_CASE("admit: live, padded, held; new lengths; old results voided") {
   World world;
   world.admit();
-  CHECK(world.status == std::vector<std::int32_t>{static_cast<int>(LaneStatus::kLive), static_cast<int>(LaneStatus::kPadded),
+  CHECK(world.status == std::vector<std::int32_t>{static_cast<int>(LaneStatus::kLive),
+                                                  static_cast<int>(LaneStatus::kPadded),
                                                   static_cast<int>(LaneStatus::kHeld)});
   CHECK(world.new_len[0] == 12);
   CHECK(world.new_len[2] == 23);
@@ -71,17 +72,39 @@ TEST_CASE("admit: live, padded, held; new lengths; old results voided") {
 
 TEST_CASE("admit: whatever is out of range makes the lane touch nothing") {
   World world;
-  SUBCASE("request slot") { world.req_pool_indices[0] = 4; }
-  SUBCASE("negative request slot") { world.req_pool_indices[0] = -1; }
-  SUBCASE("no valid row") { world.num_valid[0] = 0; }
-  SUBCASE("more valid rows than rows") { world.num_valid[0] = 5; }
-  SUBCASE("rows beyond the batch") { world.row_start[1] = 9; }
-  SUBCASE("negative length") { world.seq_lens[0] = -1; }
-  SUBCASE("beyond the context") { world.seq_lens[0] = 63; }
-  SUBCASE("token") { world.input_ids[1] = 100; }
-  SUBCASE("negative token") { world.input_ids[0] = -1; }
-  SUBCASE("no KV slot for a row to be written") { world.req_to_token[3 * 64 + 11] = -1; }
-  SUBCASE("KV slot outside the pool") { world.req_to_token[3 * 64 + 10] = 256; }
+  SUBCASE("request slot") {
+    world.req_pool_indices[0] = 4;
+  }
+  SUBCASE("negative request slot") {
+    world.req_pool_indices[0] = -1;
+  }
+  SUBCASE("no valid row") {
+    world.num_valid[0] = 0;
+  }
+  SUBCASE("more valid rows than rows") {
+    world.num_valid[0] = 5;
+  }
+  SUBCASE("rows beyond the batch") {
+    world.row_start[1] = 9;
+  }
+  SUBCASE("negative length") {
+    world.seq_lens[0] = -1;
+  }
+  SUBCASE("beyond the context") {
+    world.seq_lens[0] = 63;
+  }
+  SUBCASE("token") {
+    world.input_ids[1] = 100;
+  }
+  SUBCASE("negative token") {
+    world.input_ids[0] = -1;
+  }
+  SUBCASE("no KV slot for a row to be written") {
+    world.req_to_token[3 * 64 + 11] = -1;
+  }
+  SUBCASE("KV slot outside the pool") {
+    world.req_to_token[3 * 64 + 10] = 256;
+  }
   CHECK(world.status_of_first() == LaneStatus::kBadIndex);
   CHECK_FALSE(keeps_kv(LaneStatus::kBadIndex));
 }

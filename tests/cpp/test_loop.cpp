@@ -53,7 +53,9 @@ class Recorder final : public Backend {
                   (p.target == KvTarget::kScratch ? " scratch" : "") + (p.gather ? " gather" : ""));
     if (p.layer == 0 && p.rows.pass == Pass::kStep) fed.push_back(p.hidden);
   }
-  void attention(const AttentionParams& p) override { log.push_back("attention" + std::to_string(p.layer) + ' ' + words(p.rows)); }
+  void attention(const AttentionParams& p) override {
+    log.push_back("attention" + std::to_string(p.layer) + ' ' + words(p.rows));
+  }
   void o_proj(const ProjectionParams& p) override { log.push_back("o_proj " + words(p.rows)); }
   void gate_up(const GateUpParams& p) override { log.push_back("gate_up " + words(p.rows)); }
   void down(const ProjectionParams& p) override {
@@ -83,7 +85,7 @@ DraftConfig small_config(int layers) {
 Loop make_loop(Recorder& recorder, int layers, SpeculationConfig speculation) {
   DraftWeights weights;
   weights.layers.resize(static_cast<std::size_t>(layers));
-  return {recorder, small_config(layers), speculation, {2, 8, 4}, weights, {}, {}};
+  return {recorder, small_config(layers), speculation, {2, 8, 4}, weights, {}, {}, {}};
 }
 
 using Log = std::vector<std::string>;
@@ -94,9 +96,10 @@ TEST_CASE("one layer: K and V for all rows, everything else for the row that is 
   Recorder recorder;
   const Loop loop = make_loop(recorder, 1, {2, 1, 3});
   loop.cycle(2, 8);
-  CHECK(recorder.log == Log{"bind", "admit", "fuse all", "kv0 all", "q0 last gather", "attention0 last", "o_proj last", "gate_up last",
-                            "down last", "head last", "select 0", "qkv0 step1 scratch gather", "attention0 step1", "o_proj step1",
-                            "gate_up step1", "down step1", "head step1", "select 1"});
+  CHECK(recorder.log == Log{"bind", "admit", "fuse all", "kv0 all", "q0 last gather", "attention0 last", "o_proj last",
+                            "gate_up last", "down last", "head last", "select 0", "qkv0 step1 scratch gather",
+                            "attention0 step1", "o_proj step1", "gate_up step1", "down step1", "head step1",
+                            "select 1"});
   CHECK(recorder.allocations == 1);
 }
 
@@ -104,9 +107,11 @@ TEST_CASE("two layers: every row through the first, the last row through the sec
   Recorder recorder;
   const Loop loop = make_loop(recorder, 2, {2, 1, 3});
   loop.cycle(2, 8);
-  const Log extend = {"fuse all", "qkv0 all", "attention0 all", "o_proj all", "gate_up all", "down all", "kv1 all", "q1 last gather"};
+  const Log extend = {"fuse all",    "qkv0 all", "attention0 all", "o_proj all",
+                      "gate_up all", "down all", "kv1 all",        "q1 last gather"};
   CHECK(Log(recorder.log.begin() + 2, recorder.log.begin() + 10) == extend);
-  const Log step = {"qkv0 step1 scratch gather", "attention0 step1", "o_proj step1", "gate_up step1", "down step1", "qkv1 step1 scratch"};
+  const Log step = {"qkv0 step1 scratch gather", "attention0 step1", "o_proj step1", "gate_up step1", "down step1",
+                    "qkv1 step1 scratch"};
   CHECK(Log(recorder.log.begin() + 16, recorder.log.begin() + 22) == step);
 }
 

@@ -31,10 +31,21 @@ struct World {
     draft_tokens.resize(out, -1);
     draft_parents.resize(out, -1);
     draft_scores.resize(out, -1);
-    context.lanes = {&status,          &new_len,           tokens.data(),      nodes.data(),      scores.data(),
-                     parents.data(),   {ancestors[0].data(), ancestors[1].data()}, grid_tokens.data(), grid_parents.data(),
-                     grid_scores.data(), grid_nodes.data(), top_scores.data(), top_ids.data()};
-    context.results = {draft_tokens.data(), draft_parents.data(), draft_scores.data(), num_nodes, drafted_for, nullptr, nullptr};
+    context.lanes = {&status,
+                     &new_len,
+                     tokens.data(),
+                     nodes.data(),
+                     scores.data(),
+                     parents.data(),
+                     {ancestors[0].data(), ancestors[1].data()},
+                     grid_tokens.data(),
+                     grid_parents.data(),
+                     grid_scores.data(),
+                     grid_nodes.data(),
+                     top_scores.data(),
+                     top_ids.data()};
+    context.results = {
+        draft_tokens.data(), draft_parents.data(), draft_scores.data(), num_nodes, drafted_for, nullptr, nullptr};
     batch.batch = 1;
     batch.req_pool_indices.i32 = &slot;
   }
@@ -87,8 +98,9 @@ TEST_CASE("a tree: the frontier is the best k of k², re-ranking keeps the best 
   world.step(1, {-0.5F, -0.8F, -0.1F, -5.0F}, {7, 8, 9, 4});
   CHECK(world.tokens == std::vector<std::int64_t>{7, 8});
   CHECK(world.parents == std::vector<std::int32_t>{0, 0});
-  CHECK(world.nodes == std::vector<std::int32_t>{3, 4});                         // grid index + 1
-  CHECK(world.ancestors[1] == std::vector<std::int32_t>{0, 2, -9, 0, 3, -9});    // scratch nodes: step · k + frontier index
+  CHECK(world.nodes == std::vector<std::int32_t>{3, 4});  // grid index + 1
+  CHECK(world.ancestors[1] ==
+        std::vector<std::int32_t>{0, 2, -9, 0, 3, -9});  // scratch nodes: step · k + frontier index
   // Children of 7: 1 at -0.7, 2 at -3.6; of 8: 3 at -2.9, 4 at -3.9.
   world.step(2, {-0.1F, -3.0F, -2.0F, -3.0F}, {1, 2, 3, 4});
   CHECK(world.slot_one(world.draft_tokens) == std::vector<std::int64_t>{5, 7, 8, 1});
@@ -105,8 +117,12 @@ TEST_CASE("ties go to the lowest index, in the frontier and in the re-ranking") 
 
 TEST_CASE("no draft: the count is 0 and the length is said, whatever the reason") {
   World world({2, 1, 3});
-  SUBCASE("not finite") { world.status = static_cast<std::int32_t>(LaneStatus::kNotFinite); }
-  SUBCASE("held") { world.status = static_cast<std::int32_t>(LaneStatus::kHeld); }
+  SUBCASE("not finite") {
+    world.status = static_cast<std::int32_t>(LaneStatus::kNotFinite);
+  }
+  SUBCASE("held") {
+    world.status = static_cast<std::int32_t>(LaneStatus::kHeld);
+  }
   world.step(0, {-1.0F}, {1});
   world.step(1, {-1.0F}, {1});
   CHECK(world.num_nodes[1] == 0);

@@ -31,7 +31,8 @@ TEST_CASE("a tensor that fits its field passes, any size included") {
 TEST_CASE("a tensor that does not fit names field, expected and actual") {
   float data[6] = {};
   const TensorView view = matrix(data, DType::kF32, 2, 3);
-  const auto message = [&](Device where, std::initializer_list<DType> types, std::initializer_list<std::int64_t> sizes) {
+  const auto message = [&](Device where, std::initializer_list<DType> types,
+                           std::initializer_list<std::int64_t> sizes) {
     try {
       view.expect("scores", where, types, sizes);
     } catch (const Error& error) {
@@ -40,7 +41,8 @@ TEST_CASE("a tensor that does not fit names field, expected and actual") {
     }
     return std::string();
   };
-  CHECK(message({}, {DType::kF32}, {2, 4}) == "scores: expected contiguous [2, 4] float32 on cpu, got [2, 3] float32 on cpu");
+  CHECK(message({}, {DType::kF32}, {2, 4}) ==
+        "scores: expected contiguous [2, 4] float32 on cpu, got [2, 3] float32 on cpu");
   CHECK(message({}, {DType::kI32, DType::kI64}, {2, 3}) ==
         "scores: expected contiguous [2, 3] int32 or int64 on cpu, got [2, 3] float32 on cpu");
   CHECK(message({DeviceKind::kCuda, 1}, {DType::kF32}, {kAnySize, 3}) ==
