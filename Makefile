@@ -14,14 +14,15 @@ else
   EAGLEX_CUDA ?= OFF
 endif
 EAGLEX_TESTS ?= ON
+EAGLEX_EMULATOR ?= ON
 EAGLEX_WERROR ?= $(if $(CI),ON,OFF)
 MAX_JOBS ?= $(JOBS)
-export EAGLEX_CUDA EAGLEX_CUDA_ARCHS EAGLEX_TESTS EAGLEX_WERROR MAX_JOBS
+export EAGLEX_CUDA EAGLEX_CUDA_ARCHS EAGLEX_TESTS EAGLEX_EMULATOR EAGLEX_WERROR MAX_JOBS
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 PY := $(VENV)/bin/python
 BUILD = build/$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
-CXX_FILES = $(sort $(foreach e,h cpp cu cuh,$(shell find csrc bench tests/cpp -name '*.$(e)' 2>/dev/null)))
+CXX_FILES = $(sort $(foreach e,h cpp cu cuh,$(shell find csrc bench tests/cpp tests/emulator -name '*.$(e)' 2>/dev/null)))
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help test build lint format tidy ctest pytest cuda stubs clean

@@ -1,7 +1,7 @@
 """Drives CMake. Every decision about the build is in CMakeLists.txt; the rest of the metadata is in pyproject.toml.
 
-Environment: EAGLEX_CUDA (AUTO, ON, OFF), EAGLEX_CUDA_ARCHS ("90", "9.0;12.0+PTX"), EAGLEX_TESTS and EAGLEX_WERROR
-(ON, OFF), CMAKE_ARGS (passed on), MAX_JOBS (parallel compilers).
+Environment: EAGLEX_CUDA (AUTO, ON, OFF), EAGLEX_CUDA_ARCHS ("90", "9.0;12.0+PTX"), EAGLEX_TESTS, EAGLEX_EMULATOR and
+EAGLEX_WERROR (ON, OFF), CMAKE_ARGS (passed on), MAX_JOBS (parallel compilers).
 """
 
 import os
@@ -15,7 +15,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-OPTIONS = {"EAGLEX_CUDA": "AUTO", "EAGLEX_CUDA_ARCHS": "", "EAGLEX_TESTS": "OFF", "EAGLEX_WERROR": "OFF"}
+OPTIONS = {
+    "EAGLEX_CUDA": "AUTO",
+    "EAGLEX_CUDA_ARCHS": "",
+    "EAGLEX_TESTS": "OFF",
+    "EAGLEX_EMULATOR": "OFF",
+    "EAGLEX_WERROR": "OFF",
+}
 
 
 class CMakeBuild(build_ext):

@@ -247,6 +247,7 @@ def test_keys_and_values_beyond_the_pools_type_are_zero() -> None:
     rig = Rig(config, TREE, weights=weights, layout=Layout(kv_dtype=torch.float16))
     rig.join(0, 1)
     rig.cycle([Ask(0, 6)])
+    rig.fetch_pool()
     at = rig.table[1, :6].long()
     assert bool(rig.draft_k[0][at].isfinite().all())
     assert bool(rig.draft_v[0][at].isfinite().all())

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "cuda/kernels.h"
+#include "cuda/ptx.cuh"
 
 namespace eaglex::cuda {
 namespace {
@@ -126,7 +127,7 @@ template <int kQueries>
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const __grid_constant__ Chain chain, DType type, const __grid_constant__ AttentionLaunch p) {
   constexpr int kPerWarp = kQueries / kWarps;
-  extern __shared__ float dynamic[];
+  EAGLEX_DYNAMIC_SHARED(float, dynamic, alignof(float));
   __shared__ Key keys[kKeys];
   __shared__ float weights[kQueries][kKeys];
   __shared__ float rescale[kQueries], tops[kQueries], totals[kQueries];

@@ -14,7 +14,7 @@
 
 namespace eaglex::cuda {
 
-class CudaBackend final : public Backend {
+class CudaBackend : public Backend {
  public:
   explicit CudaBackend(int device);
 

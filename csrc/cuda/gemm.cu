@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) gemm_mma(const __grid_consta
   constexpr int kBM = Tiling::kRows, kBN = Tiling::kOutputs, kWM = Tiling::kWarpRows, kWN = Tiling::kWarpOutputs;
   constexpr int kDepth = Tiling::kDepth, kStages = Tiling::kStages;
   constexpr int kM = kWM / 16, kN = kWN / 8;
-  extern __shared__ __align__(128) unsigned char dynamic[];
+  EAGLEX_DYNAMIC_SHARED(unsigned char, dynamic, 128);
   T* const ring = reinterpret_cast<T*>(dynamic);
   __shared__ const T* weight_row[kBN];
 

@@ -27,14 +27,15 @@ def test_tree_equals_the_reference(mode, nodes) -> None:
     slots = [3, 1, 0, 4, 2, 8]  # a padded lane and a slot without a draft among them
     seq_lens = [100, 3, 5, 5, 17, 6]  # slot 4 was drafted for 4, not 5
     bonus = torch.arange(6) + 11
-    out = VerifyTensors.allocate(6, nodes, mode, "cuda", total_length=sum(seq_lens))
+    out = VerifyTensors.allocate(6, nodes, mode, rig.device, total_length=sum(seq_lens))
     links = (out.retrieve_index, out.retrieve_next_token, out.retrieve_next_sibling)
     for tensor in (out.draft_tokens, out.positions, *links):
         tensor.fill_(-77)
     out.mask.fill_(True)
     for dtype in (torch.int32, torch.int64):
-        rig.engine.tree(out, req_pool_indices=torch.tensor(slots, dtype=dtype).cuda(),
-                        seq_lens=torch.tensor(seq_lens, dtype=dtype).cuda(), bonus_tokens=bonus.to(dtype).cuda())
+        rig.engine.tree(out, req_pool_indices=torch.tensor(slots, dtype=dtype, device=rig.device),
+                        seq_lens=torch.tensor(seq_lens, dtype=dtype, device=rig.device),
+                        bonus_tokens=bonus.to(rig.device, dtype))
         trees = []
         for lane, (slot, length) in enumerate(zip(slots, seq_lens, strict=True)):
             here = lengths.get(slot - 1) == length
@@ -65,8 +66,8 @@ def test_a_damaged_result_is_no_draft() -> None:
         rig.engine.run(rig.batch([Ask(0, 5)]))
         value = getattr(rig.engine.results, damage)
         value[1] = 2**20
-        out = VerifyTensors.allocate(1, 4, MaskMode.QLEN_ONLY, "cuda")
-        rig.engine.tree(out, req_pool_indices=torch.tensor([1]).cuda(), seq_lens=torch.tensor([5]).cuda(),
-                        bonus_tokens=torch.tensor([7]).cuda())
+        out = VerifyTensors.allocate(1, 4, MaskMode.QLEN_ONLY, rig.device)
+        slot, length, bonus = (torch.tensor([value], device=rig.device) for value in (1, 5, 7))
+        rig.engine.tree(out, req_pool_indices=slot, seq_lens=length, bonus_tokens=bonus)
         assert out.draft_tokens.tolist() == [[7, 7, 7, 7]], damage
         assert out.retrieve_next_token.tolist() == [[-1, -1, -1, -1]], damage

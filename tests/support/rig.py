@@ -251,8 +251,12 @@ class Rig:
             compared += 1
         return compared
 
+    def fetch_pool(self) -> None:
+        """Brings `draft_k` and `draft_v` up to date where the engine's pool is elsewhere."""
+
     def compare_pool(self, *, atol: float = 1e-5) -> None:
         """The pool holds the K and V of the live requests' positions, NaN wherever nobody wrote."""
+        self.fetch_pool()
         untouched = torch.ones(len(self.draft_k[0]), dtype=torch.bool)
         for request in self.requests.values():
             at = self.table[request.slot, request.cache.start : request.length].long()

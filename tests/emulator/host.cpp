@@ -1,0 +1,189 @@
+// Memory, streams, graphs and launch limits of the emulated runtime, and the switches for tests.
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <deque>
+#include <unordered_map>
+
+namespace emulator {
+namespace {
+
+constexpr std::size_t kDefaultShared = 48 << 10;
+constexpr unsigned kMaxGrid = 65535;  // of y and z
+
+bool held = false;
+std::deque<Work> pending;  // of all streams, in order
+cudaError_t last_error = cudaSuccess;
+
+cudaError_t keep(cudaError_t status) {
+  if (status != cudaSuccess) last_error = status;
+  return status;
+}
+
+void run_first() {
+  const Work work = std::move(pending.front());
+  pending.pop_front();
+  keep(work());
+}
+
+cudaError_t run_all() {
+  while (!pending.empty()) run_first();
+  return last_error;
+}
+
+}  // namespace
+
+cudaError_t submit(Stream* stream, Work work) {
+  if (stream != nullptr && stream->capture != nullptr) {
+    stream->capture->push_back(std::move(work));
+    return cudaSuccess;
+  }
+  if (!held) return keep(work());
+  pending.push_back(std::move(work));
+  return cudaSuccess;
+}
+
+std::size_t& shared_limit(const void* kernel) {
+  static std::unordered_map<const void*, std::size_t> limits;
+  return limits.try_emplace(kernel, kDefaultShared).first->second;
+}
+
+bool valid(const cudaLaunchConfig_t& config, const void* kernel) {
+  const dim3& grid = config.gridDim;
+  return grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.y <= kMaxGrid && grid.z <= kMaxGrid && config.blockDim.x > 0 &&
+         config.blockDim.x <= kMaxThreads && config.dynamicSmemBytes <= shared_limit(kernel);
+}
+
+}  // namespace emulator
+
+using emulator::run_all;
+
+// For tests, through ctypes. While the device is held, work piles up: every cudaStreamQuery does one piece, waiting
+// does all.
+#define EAGLEX_EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
+EAGLEX_EMULATOR_EXPORT void eaglex_emulator_hold() {
+  emulator::held = true;
+}
+EAGLEX_EMULATOR_EXPORT void eaglex_emulator_release() {
+  emulator::held = false;
+  static_cast<void>(run_all());
+}
+EAGLEX_EMULATOR_EXPORT std::size_t eaglex_emulator_pending() {
+  return emulator::pending.size();
+}
+
+const char* cudaGetErrorName(cudaError_t status) {
+  switch (status) {
+    case cudaErrorInvalidConfiguration:
+      return "cudaErrorInvalidConfiguration";
+    case cudaErrorLaunchFailure:
+      return "cudaErrorLaunchFailure";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    default:
+      return "cudaSuccess";
+  }
+}
+const char* cudaGetErrorString(cudaError_t status) {
+  return status == cudaErrorLaunchFailure ? "emulator: threads wait at a barrier that others never reach" : "emulator";
+}
+cudaError_t cudaGetLastError() {
+  return std::exchange(emulator::last_error, cudaSuccess);
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) {
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+// Few SMs, so that blocks have more than one share of the work.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : 9;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  return run_all();
+}
+
+cudaError_t cudaMalloc(void** block, std::size_t bytes) {
+  *block = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* block) {
+  const cudaError_t status = run_all();
+  std::free(block);
+  return status;
+}
+cudaError_t cudaMemset(void* block, int value, std::size_t bytes) {
+  return emulator::submit(nullptr, [=] {
+    std::memset(block, value, bytes);
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaHostAlloc(void** block, std::size_t bytes, unsigned) {
+  return cudaMalloc(block, bytes);
+}
+cudaError_t cudaFreeHost(void* block) {
+  return cudaFree(block);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = new emulator::Stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t) {
+  if (emulator::pending.empty()) return cudaSuccess;
+  emulator::run_first();
+  return cudaErrorNotReady;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return run_all();
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  stream->capture = new emulator::Graph;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = std::exchange(stream->capture, nullptr);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const bool active = stream != nullptr && stream->capture != nullptr;
+  *status = active ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = new emulator::Graph(*graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  return emulator::submit(stream, [exec] {
+    for (const emulator::Work& work : *exec) {
+      if (const cudaError_t status = work(); status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  const cudaError_t status = run_all();
+  delete exec;
+  return status;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}

@@ -1,0 +1,64 @@
+"""The CUDA backend without a GPU: loads the module that tests/emulator builds, and puts it behind eaglex.engine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Where `make build` leaves it; EAGLEX_EMULATED names the folder of another build.
+FOLDER = Path(os.environ.get("EAGLEX_EMULATED") or ROOT / "build" / str(sys.implementation.cache_tag) / "emulated")
+
+
+def find() -> Path | None:
+    """The module's file, None where it was not built."""
+    names = (FOLDER / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in names if path.exists()), None)
+
+
+def load(path: Path) -> ModuleType:
+    """Under a name of its own, so that eaglex._C may be loaded beside it."""
+    spec = importlib.util.spec_from_file_location("emulated._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Emulator:
+    """Engines that are built while `installed` run the CUDA backend on tensors of the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        self.module = load(path)
+        self._library = ctypes.CDLL(str(path))
+        self._library.eaglex_emulator_pending.restype = ctypes.c_size_t
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("eaglex.engine._extension", lambda: self.module)
+            yield
+
+    @contextlib.contextmanager
+    def lagging(self) -> Iterator[None]:
+        """Until the end the device works only when waited for, and does one launch when asked how far it is."""
+        self._library.eaglex_emulator_hold()
+        try:
+            yield
+        finally:
+            self._library.eaglex_emulator_release()
+
+    @property
+    def pending(self) -> int:
+        """Launches that the lagging device has not begun."""
+        return int(self._library.eaglex_emulator_pending())

@@ -1,0 +1,104 @@
+"""The CUDA backend without a GPU: its kernels, run by tests/emulator, are held to tests of tests/gpu.
+
+Proves their logic: indices, barriers, padded lanes, structure. Not what only a GPU can break: memory ordering, races
+between blocks, the rounding of the tensor cores, time.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import test_cuda_engine
+import test_cuda_graph
+import test_cuda_tree
+import test_engine
+import test_engine_isolation
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import emulated
+from support.cuda_rig import CudaRig
+from support.models import make_config
+from support.rig import Ask, Layout
+from test_cuda_engine import *  # noqa: F403
+from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
+from test_cuda_tree import *  # noqa: F403
+
+from eaglex.config import SpeculationConfig
+
+# Too large for emulated threads; of many shapes, where one will do; with the CPU backend, whose place is taken.
+del test_long_contexts, test_prompts_and_vocabularies_in_chunks, test_the_widest_tree  # noqa: F821
+del test_16_bit_error_is_at_most_twice_pytorchs, test_cpu_and_cuda_engines_agree  # noqa: F821
+
+pytestmark: list[pytest.MarkDecorator] = []  # not the imported `gpu`
+
+
+class EmulatedRig(CudaRig):
+    device = "cpu"
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    path = emulated.find()
+    if path is None:
+        leave = pytest.fail if os.environ.get("CI") else pytest.skip
+        leave(f"no module in {emulated.FOLDER}; EAGLEX_EMULATOR=ON builds it")
+    return emulated.Emulator(path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_emulator(emulator):
+    with pytest.MonkeyPatch.context() as patch, emulator.installed():
+        for module in (test_engine, test_engine_isolation):
+            patch.setattr(module, "Rig", EmulatedRig)
+        for module in (test_cuda_engine, test_cuda_graph, test_cuda_tree):
+            patch.setattr(module, "CudaRig", EmulatedRig)
+        yield
+
+
+def make_rig(**layout: int) -> EmulatedRig:
+    """Six requests past their prompts."""
+    rig = EmulatedRig(make_config(max_positions=64), SpeculationConfig(num_steps=2, topk=2, num_draft_tokens=5),
+                      layout=Layout(**layout))
+    for request in range(6):
+        rig.join(request, 1 + request)
+        rig.engine.run(rig.batch([Ask(request, 3 + request)]))
+        rig.requests[request].length += 3 + request
+    return rig
+
+
+def test_it_is_the_cuda_backend() -> None:
+    assert make_rig().engine.backend_name == "emulated cuda"
+
+
+# In place of the imported one, which takes longest of all: fewer examples.
+@given(data=st.data(), layers=st.sampled_from([1, 2]))
+@settings(max_examples=8)
+def test_permuted_joined_late_dropped_padded(data, layers) -> None:
+    test_engine_isolation.test_permuted_joined_late_dropped_padded.hypothesis.inner_test(data, layers)
+
+
+@pytest.mark.parametrize("shape", test_cuda_engine.SHAPES[:1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_error(shape, dtype) -> None:
+    test_cuda_engine.test_16_bit_error_is_at_most_twice_pytorchs(shape, dtype)
+
+
+def test_the_host_may_run_a_ring_ahead(emulator) -> None:
+    """More cycles in flight than the ring has entries: the host waits for one, and each sees its own parameters."""
+    rig = make_rig()
+    batches = [rig.batch([Ask(r, 5, 1 + r % 5)]) for r in range(6)]
+    for batch in batches:
+        rig.engine.run(batch)
+    expected = [t.clone() for t in state(rig.engine.results)]
+    for t in state(rig.engine.results):
+        t.zero_()
+    ahead = []
+    with emulator.lagging():
+        for batch in batches * 4:
+            rig.engine.run(batch)
+            ahead.append(emulator.pending)
+    assert ahead == [*range(1, 9), *[8] * 16], "the host runs 8 cycles ahead, then waits for the oldest"
+    for now, then in zip(state(rig.engine.results), expected, strict=True):
+        assert torch.equal(now[1:7], then[1:7])
