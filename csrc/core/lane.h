@@ -113,8 +113,16 @@ struct RowPlace {
                                                                                 : LaneStatus::kNoRoom;
 }
 
-// `admit` for one lane: its status and new length; voids the slot's old result, so that a cycle that dies leaves no
-// draft behind.
+// Writes down what `admit` found. Voids the slot's old result, so that a cycle that dies leaves no draft behind.
+constexpr void settle_lane(const EngineContext& context, const DraftBatch& batch, std::int32_t lane,
+                           LaneStatus status) {
+  context.lanes.status[lane] = static_cast<std::int32_t>(status);
+  context.lanes.new_len[lane] = keeps_kv(status) ? batch.seq_lens[lane] + batch.num_valid[lane] : 0;
+  const std::int64_t slot = batch.req_pool_indices[lane];
+  if (slot > 0 && slot < context.limits.num_slots) context.results.drafted_for[slot] = -1;
+}
+
+// `admit` for one lane.
 constexpr void admit_lane(const EngineContext& context, const DraftBatch& batch, std::int32_t lane) {
   LaneStatus status = lane_status(context, batch, lane);
   if (keeps_kv(status)) {
@@ -122,10 +130,7 @@ constexpr void admit_lane(const EngineContext& context, const DraftBatch& batch,
       if (!row_is_sound(context, batch, lane, i)) status = LaneStatus::kBadIndex;
     }
   }
-  context.lanes.status[lane] = static_cast<std::int32_t>(status);
-  context.lanes.new_len[lane] = keeps_kv(status) ? batch.seq_lens[lane] + batch.num_valid[lane] : 0;
-  const std::int64_t slot = batch.req_pool_indices[lane];
-  if (slot > 0 && slot < context.limits.num_slots) context.results.drafted_for[slot] = -1;
+  settle_lane(context, batch, lane, status);
 }
 
 }  // namespace eaglex

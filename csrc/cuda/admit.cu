@@ -23,11 +23,7 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
     }
   }
   if (__syncthreads_and(sound) == 0) status = LaneStatus::kBadIndex;
-  if (threadIdx.x != 0) return;
-  context.lanes.status[lane] = static_cast<std::int32_t>(status);
-  context.lanes.new_len[lane] = keeps_kv(status) ? batch.seq_lens[lane] + batch.num_valid[lane] : 0;
-  const std::int64_t slot = batch.req_pool_indices[lane];
-  if (slot > 0 && slot < context.limits.num_slots) context.results.drafted_for[slot] = -1;
+  if (threadIdx.x == 0) settle_lane(context, batch, lane, status);
 }
 
 }  // namespace
