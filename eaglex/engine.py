@@ -19,6 +19,7 @@ from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
 
 if TYPE_CHECKING:
+    from eaglex.packed import Weight
     from eaglex.weights import DraftWeights
 
 
@@ -292,5 +293,5 @@ def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
     )
 
 
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.detach()
+def _plain(weight: Weight | None) -> Weight | None:
+    return weight.detach() if isinstance(weight, Tensor) else weight

@@ -55,9 +55,11 @@ void* CudaBackend::allocate(std::size_t bytes) {
   return memory_.back().get();
 }
 
-Linear CudaBackend::prepare(std::span<const TensorView> parts) {
+Linear CudaBackend::prepare(std::span<const Matrix> parts) {
   Linear linear;
-  for (const TensorView& part : parts) {
+  for (const Matrix& part : parts) {
+    expect(!part.packed(), ErrorCode::kConfig, "draft_quant", "none on CUDA, which has no low-bit kernels yet",
+           name_of(part.dtype));
     if (!weight_type_) type_ = *(weight_type_ = part.dtype);
     expect(part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_), name_of(part.dtype));
     linear.parts[linear.num_parts++] = part;

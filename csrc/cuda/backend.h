@@ -23,7 +23,7 @@ class CudaBackend : public Backend {
   // The weights' own type; known from the first prepare() on.
   [[nodiscard]] DType activation_type() const noexcept override { return type_; }
   [[nodiscard]] void* allocate(std::size_t bytes) override;
-  [[nodiscard]] Linear prepare(std::span<const TensorView> parts) override;
+  [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
 
   void begin(const DraftBatch& batch, Stream stream) override;

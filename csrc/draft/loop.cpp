@@ -16,9 +16,9 @@ Loop::Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig&
   context_.kv.k = arrays_.k.data();
   context_.kv.v = arrays_.v.data();
   const auto prepare = [&](const auto&... parts) {
-    return backend_.prepare(std::array<TensorView, sizeof...(parts)>{parts...});
+    return backend_.prepare(std::array<Matrix, sizeof...(parts)>{parts...});
   };
-  fc_ = prepare(weights.fc);
+  fc_ = prepare(Matrix{weights.fc, {}});
   lm_head_ = prepare(weights.lm_head);
   for (const LayerWeights& layer : weights.layers) {
     layers_.push_back({layer, prepare(layer.q_proj, layer.k_proj, layer.v_proj), prepare(layer.o_proj),

@@ -1,0 +1,113 @@
+"""A matrix of few bits as the package holds it, and which matrices of a draft may be stored so."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import TYPE_CHECKING
+
+from eaglex.errors import ShapeError
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+
+GROUP = 128  # as in reference_low_bit, which needs torch
+
+
+class Precision(enum.Enum):
+    """How a matrix is stored: 16 or 32 bits as the checkpoint has it, or one of the two of reference_low_bit."""
+
+    NONE = "none"
+    FP8 = "fp8"
+    INT4 = "int4"
+
+
+class Part(enum.Enum):
+    """The matrices that may be stored in few bits, by what reads them; fc, norms and embedding never are."""
+
+    HEAD = "head"
+    MLP = "mlp"
+    QKV = "qkv"
+    O_PROJ = "o"
+
+
+_PARTS = {
+    "lm_head": Part.HEAD,
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Part.MLP),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), Part.QKV),
+    "o_proj": Part.O_PROJ,
+}
+
+
+def part_of(name: str) -> Part | None:
+    """The part that a canonical name belongs to; None for what stays as it is."""
+    return _PARTS.get(name.split(".")[-1])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PackedWeight:
+    """A matrix [out, in] of few bits: W[o, k] = scales[o, g(k)] · values[o, k] (reference_low_bit).
+
+    FP8: values [out, in] float8_e4m3fn, scales float32. INT4: values [out, in / 2] uint8, the even k in the low half of
+    a byte, each number plus 8; scales bfloat16 (as made here), float16 or float32. Scales are [out, 1], one per row, or
+    [out, ceil(in / 128)], one per 128 inputs with a shorter last group.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def precision(self) -> Precision:
+        """INT4 where a value is half a byte."""
+        return Precision.INT4 if str(self.values.dtype) == "torch.uint8" else Precision.FP8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows, width = self.values.shape
+        return rows, 2 * width if self.precision is Precision.INT4 else width
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values lie."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading it once takes."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """The same on another device."""
+        return PackedWeight(values=self.values.to(device), scales=self.scales.to(device))
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ShapeError, naming the tensor, unless this is a packed matrix of that shape."""
+        if len(shape) != 2:
+            raise ShapeError(f"{name}: expected a tensor of shape {list(shape)}, got a packed matrix")
+        rows, width = shape
+        dtype = str(self.values.dtype).removeprefix("torch.")
+        if dtype not in ("float8_e4m3fn", "uint8"):
+            raise ShapeError(f"{name}.values: expected dtype float8_e4m3fn (FP8) or uint8 (INT4), got {dtype}")
+        four = dtype == "uint8"
+        if four and width % 2:
+            raise ShapeError(f"{name}: expected an even width for INT4, got {list(shape)}")
+        stored = [rows, width // 2 if four else width]
+        if list(self.values.shape) != stored:
+            raise ShapeError(f"{name}.values: expected shape {stored} {dtype}, got {list(self.values.shape)}")
+        types = ("bfloat16", "float16", "float32") if four else ("float32",)
+        scale_type = str(self.scales.dtype).removeprefix("torch.")
+        if scale_type not in types:
+            raise ShapeError(f"{name}.scales: expected dtype {' or '.join(types)}, got {scale_type}")
+        groups = math.ceil(width / GROUP)
+        counts = [groups] if four else sorted({1, groups})
+        if list(self.scales.shape) not in [[rows, count] for count in counts]:
+            expected = " or ".join(str([rows, count]) for count in counts)
+            raise ShapeError(f"{name}.scales: expected shape {expected}, got {list(self.scales.shape)}")
+
+
+if TYPE_CHECKING:
+    Weight = torch.Tensor | PackedWeight
