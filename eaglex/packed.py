@@ -7,7 +7,7 @@ import enum
 import math
 from typing import TYPE_CHECKING
 
-from eaglex.errors import ShapeError
+from eaglex.errors import ConfigError, ShapeError
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +42,66 @@ _PARTS = {
 }
 
 
+_WORDS = tuple(p.value for p in Precision)
+_PART_WORDS = tuple(p.value for p in Part)
+
+
 def part_of(name: str) -> Part | None:
     """The part that a canonical name belongs to; None for what stays as it is."""
     return _PARTS.get(name.split(".")[-1])
+
+
+def packed_bytes(precision: Precision, shape: tuple[int, ...]) -> int:
+    """Bytes of a matrix [out, in] in FP8 or INT4 as quantised here, scales included."""
+    rows, width = shape
+    return rows * (width + 4) if precision is Precision.FP8 else rows * (width // 2 + 2 * math.ceil(width / GROUP))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftQuant:
+    """The precision of each part; None leaves it as the checkpoint has it, NONE makes it as wide as `fc`."""
+
+    head: Precision | None = None
+    mlp: Precision | None = None
+    qkv: Precision | None = None
+    o: Precision | None = None
+
+    @classmethod
+    def every(cls, precision: Precision) -> DraftQuant:
+        """The same for all parts."""
+        return cls(**dict.fromkeys(_PART_WORDS, precision))
+
+    @classmethod
+    def parse(cls, text: str) -> DraftQuant:
+        """`none`, `fp8`, `int4`, or parts as in `head=int4,mlp=fp8`. Raises ConfigError."""
+        if text == "auto":
+            raise ConfigError(
+                f"draft_quant: expected {', '.join(_WORDS)} or part=precision, got auto: a choice needs the measured "
+                "step times of low-bit kernels, which this version does not have"
+            )
+        if text in _WORDS:
+            return cls.every(Precision(text))
+        chosen: dict[str, Precision] = {}
+        for item in text.split(","):
+            part, equals, word = item.strip().partition("=")
+            if not equals or part not in _PART_WORDS or word not in _WORDS or part in chosen:
+                raise ConfigError(
+                    f"draft_quant: expected {', '.join(_WORDS)}, or {', '.join(_PART_WORDS)} once each as in "
+                    f"head=int4,mlp=fp8, got {text!r}"
+                )
+            chosen[part] = Precision(word)
+        return cls(**chosen)
+
+    def of(self, name: str) -> Precision | None:
+        """The precision that is asked for the tensor of that canonical name; None: as it is."""
+        part = part_of(name)
+        return None if part is None else getattr(self, part.value)
+
+    def __str__(self) -> str:
+        words = [f"{f.name}={p.value}" for f in dataclasses.fields(self) if (p := getattr(self, f.name)) is not None]
+        if len({self.head, self.mlp, self.qkv, self.o}) == 1 and self.head is not None:
+            return self.head.value
+        return ",".join(words) or "as stored"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from eaglex.errors import ConfigError, ShapeError
-from eaglex.packed import PackedWeight, Part, Precision, part_of
+from eaglex.errors import ShapeError
+from eaglex.packed import DraftQuant, PackedWeight, Precision, part_of
 from eaglex.reference_low_bit import quantize_fp8, quantize_int4, unpacked
 from eaglex.weights import DraftWeights
 
@@ -18,57 +18,10 @@ if TYPE_CHECKING:
     from eaglex.packed import Weight
 
 _CHUNK = 2**25  # elements quantised at once: 128 MB of float32, and as much again for the quotients
-_WORDS = tuple(p.value for p in Precision)
-_PART_WORDS = tuple(p.value for p in Part)
 _MAKERS: dict[Precision, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     Precision.FP8: quantize_fp8,
     Precision.INT4: quantize_int4,
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftQuant:
-    """The precision of each part; None leaves it as the checkpoint has it, NONE makes it as wide as `fc`."""
-
-    head: Precision | None = None
-    mlp: Precision | None = None
-    qkv: Precision | None = None
-    o: Precision | None = None
-
-    @classmethod
-    def every(cls, precision: Precision) -> DraftQuant:
-        """The same for all parts."""
-        return cls(**dict.fromkeys(_PART_WORDS, precision))
-
-    @classmethod
-    def parse(cls, text: str) -> DraftQuant:
-        """`none`, `fp8`, `int4`, or parts as in `head=int4,mlp=fp8`. Raises ConfigError."""
-        if text == "auto":
-            raise ConfigError(
-                f"draft_quant: expected {', '.join(_WORDS)} or part=precision, got auto: a choice needs the measured "
-                "step times of low-bit kernels, which this version does not have"
-            )
-        if text in _WORDS:
-            return cls.every(Precision(text))
-        chosen: dict[str, Precision] = {}
-        for item in text.split(","):
-            part, equals, word = item.strip().partition("=")
-            if not equals or part not in _PART_WORDS or word not in _WORDS or part in chosen:
-                raise ConfigError(
-                    f"draft_quant: expected {', '.join(_WORDS)}, or {', '.join(_PART_WORDS)} once each as in "
-                    f"head=int4,mlp=fp8, got {text!r}"
-                )
-            chosen[part] = Precision(word)
-        return cls(**chosen)
-
-    def of(self, name: str) -> Precision | None:
-        """The precision that is asked for the tensor of that canonical name; None: as it is."""
-        part = part_of(name)
-        return None if part is None else getattr(self, part.value)
-
-    def __str__(self) -> str:
-        words = [f"{f.name}={p.value}" for f in dataclasses.fields(self) if (p := getattr(self, f.name)) is not None]
-        return ",".join(words) or "as stored"
 
 
 def quantize(weights: DraftWeights, quant: DraftQuant, *, device: torch.device | None = None) -> DraftWeights:

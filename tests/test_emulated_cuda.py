@@ -27,7 +27,8 @@ from test_cuda_tree import *  # noqa: F403
 
 from eaglex.config import SpeculationConfig
 from eaglex.errors import ConfigError
-from eaglex.quantize import DraftQuant, quantize
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
 
 # Too large for emulated threads; of many shapes, where one will do; with the CPU backend, whose place is taken.
 del test_long_contexts, test_prompts_and_vocabularies_in_chunks, test_the_widest_tree  # noqa: F821

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.models import make_config, random_weights
 
 from eaglex.errors import ConfigError, ShapeError
-from eaglex.packed import PackedWeight, Part, Precision, part_of
-from eaglex.quantize import DraftQuant, pack, quantize
+from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of
+from eaglex.quantize import pack, quantize
 from eaglex.reference_low_bit import group_size, numbers, product, quantize_fp8, quantize_int4, unpacked
 
 BOTH = [Precision.FP8, Precision.INT4]

@@ -16,8 +16,8 @@ from support.rig import Ask, Layout, Rig
 
 from eaglex.config import AuxNorm, SpeculationConfig
 from eaglex.errors import ShapeError
-from eaglex.packed import PackedWeight
-from eaglex.quantize import DraftQuant, quantize
+from eaglex.packed import DraftQuant, PackedWeight
+from eaglex.quantize import quantize
 
 TREE = SpeculationConfig(num_steps=4, topk=3, num_draft_tokens=12)
 SCHEDULE = [
