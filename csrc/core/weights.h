@@ -17,6 +17,9 @@ inline constexpr std::int64_t kScaleGroup = 128;
 struct Matrix : TensorView {
   TensorView scales;  // [out, 1], one per row, or [out, ceil(in / 128)]
 
+  Matrix() = default;
+  Matrix(const TensorView& values) : TensorView(values) {}  // one without scales
+
   [[nodiscard]] bool packed() const noexcept { return dtype == DType::kF8 || dtype == DType::kI4; }
   // Inputs that share a scale.
   [[nodiscard]] std::int64_t group() const noexcept { return scales.shape[1] > 1 ? kScaleGroup : shape[1]; }

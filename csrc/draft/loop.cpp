@@ -18,7 +18,7 @@ Loop::Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig&
   const auto prepare = [&](const auto&... parts) {
     return backend_.prepare(std::array<Matrix, sizeof...(parts)>{parts...});
   };
-  fc_ = prepare(Matrix{weights.fc, {}});
+  fc_ = prepare(weights.fc);
   lm_head_ = prepare(weights.lm_head);
   for (const LayerWeights& layer : weights.layers) {
     layers_.push_back({layer, prepare(layer.q_proj, layer.k_proj, layer.v_proj), prepare(layer.o_proj),
