@@ -15,6 +15,7 @@ from eaglex.checkpoint import load
 from eaglex.config import SpeculationConfig
 from eaglex.hosts import hf_target
 from eaglex.hosts.transformers import GenerateOptions
+from eaglex.hot_vocab import Ranking
 from eaglex.packed import DraftQuant, PackedWeight
 from eaglex.quantize import quantize
 from eaglex.reference_low_bit import product
@@ -82,10 +83,14 @@ def test_a_pair_of_random_models(tmp_path, capsys) -> None:
     folder = hf_pair.save_pair(tmp_path, model=model, config=config, weights=weights)
     prompt = "the cat sees a dog"
     (folder / "prompts.json").write_text(json.dumps([{"prompt": prompt}]))
+    Ranking(counts=torch.ones(12).long(), held_out=torch.zeros(12).long(), source="x").write(tmp_path / "hot.json")
     options = ["--new-tokens", "60", "--num-steps", "3", "--output", str(tmp_path / "out.json")]
+    options += ["--hot-vocab", f"9:{tmp_path / 'hot.json'}", "--hot-vocab", f"1:{tmp_path / 'hot.json'}"]
     assert precision.main(["pair", str(folder), *options]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    assert set(found) == {"none", *precision.QUANTS, *precision.MIXED}
+    assert set(found) == {"none", *precision.QUANTS, *precision.MIXED, "hot vocabulary 9", "hot vocabulary 1"}
+    assert found["hot vocabulary 9"] == found["none"], "all nine rows kept"
+    assert found["hot vocabulary 1"]["accept_length"] < found["none"]["accept_length"]
     assert found["none"]["top1"] == 1
     assert found["none"]["against_none"] == 0
     assert "1 texts, 57 rows drafted from, 64 teacher-forced, chain of 3" in capsys.readouterr().out

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from eaglex import checkpoint, reference
 from eaglex.config import DraftConfig, RopeConfig, SpeculationConfig
+from eaglex.hot_vocab import HotVocab, cut
 from eaglex.packed import DraftQuant, part_of
 from eaglex.quantize import quantize
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
@@ -155,31 +157,45 @@ def pair(arguments: argparse.Namespace) -> dict[str, Any]:
     for entry in json.loads((folder / "prompts.json").read_text())[: arguments.prompts]:
         prompt = models.encode(entry["prompt"])[-arguments.prompt_tokens :]
         said = host.generate([prompt], GenerateOptions(max_new_tokens=arguments.new_tokens)).tokens[0]
-        texts.append(Text(len(prompt), *_rows(target, [*prompt, *said])))
+        if len(said) > arguments.num_steps:  # else no row has that many tokens behind it
+            texts.append(Text(len(prompt), *_rows(target, [*prompt, *said])))
     found, plain, before = dict[str, Any](), torch.empty(0), torch.empty(0)
     print("| draft_quant | accept length | from every row | against none | same best token | cosine | KL, nats |")
-    print("|---|---|---|---|---|---|---|")
-    for quant in ("none", *QUANTS, *MIXED):
-        weights = quantize(loaded.weights, DraftQuant.parse(quant))
-        logits = torch.cat([teacher_forced(loaded.config, weights, text.aux, text.ids) for text in texts])
-        lengths = every_row(loaded.config, weights, speculation, texts)
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for label, config, weights in _variants(loaded, arguments):
+        lengths = every_row(config, weights, speculation, texts)
         means = torch.stack([each.mean() for each in lengths])
-        if quant == "none":
+        logits = torch.cat([teacher_forced(config, weights, text.aux, text.ids) for text in texts])
+        if label == "none":
             plain, before = logits, means
-        a, walked = Agreement.of(logits, plain), walk(lengths)
+        comparable = logits.shape == plain.shape
+        a, walked = Agreement.of(logits, plain) if comparable else None, walk(lengths)
         gain = (means - before) / before.mean()
         error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else 0.0
-        found[quant] = {
+        found[label] = {
             "accept_length": walked, "from_every_row": float(means.mean()), "against_none": float(gain.mean()),
-            "standard_error": error, **dataclasses.asdict(a),
+            "standard_error": error, **(dataclasses.asdict(a) if a else {}),
         }  # fmt: skip
         against = f"{float(gain.mean()):+.2%} ± {error:.2%}"
-        agreement = f"{a.top1:.2%} | {a.cosine:.5f} | {a.kl:.5f}"
-        print(f"| {quant} | {walked:.3f} | {float(means.mean()):.3f} | {against} | {agreement} |", flush=True)
+        agreement = f"{a.top1:.2%} | {a.cosine:.5f} | {a.kl:.5f}" if a else "| |"
+        print(f"| {label} | {walked:.3f} | {float(means.mean()):.3f} | {against} | {agreement} |", flush=True)
     rows = sum(len(each) for each in lengths)
     counts = f"{len(texts)} texts, {rows} rows drafted from, {len(plain)} teacher-forced"
     print(f"\n{counts}, chain of {arguments.num_steps}")
     return found
+
+
+def _variants(
+    loaded: checkpoint.Checkpoint, arguments: argparse.Namespace
+) -> Iterator[tuple[str, DraftConfig, DraftWeights]]:
+    """The draft as it is, in every precision, and with every head asked for."""
+    for quant in ("none", *QUANTS, *MIXED):
+        yield quant, loaded.config, quantize(loaded.weights, DraftQuant.parse(quant))
+    for text in arguments.hot_vocab or ():
+        hot = HotVocab.parse(text)
+        made = cut(loaded.config, loaded.weights, hot.ranking(Path(arguments.folder) / "draft"), hot.size)
+        print(made.note, file=sys.stderr)
+        yield f"hot vocabulary {made.config.draft_vocab_size}", made.config, made.weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     two.add_argument("--prompts", type=int, help="only the first so many")
     two.add_argument("--prompt-tokens", type=int, default=1024, help="cut prompts to their last so many (default 1024)")
     two.add_argument("--new-tokens", type=int, default=128, help="default 128")
+    two.add_argument("--hot-vocab", action="append", metavar="N|FILE|N:FILE", help="a smaller head as well")
     two.add_argument("--num-steps", type=int, default=5, help="default 5")
     two.set_defaults(run=pair)
     for sub in (one, two):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from eaglex import packed_tensors, quant_schemes
 from eaglex.checkpoint import load
 from eaglex.errors import CheckpointError, ConfigError, EaglexError
+from eaglex.inspect import cost
 from eaglex.packed import PackedWeight, Precision
 from eaglex.quant_schemes import Layout, Scheme
 from eaglex.reference_low_bit import unpacked
@@ -136,6 +137,9 @@ def test_a_draft_in_each_scheme(toy, target, scheme, kind):
         assert torch.equal(unpacked(packed), matrix)
         assert loaded.facts.tensors[f"layers.0.{name.split('.')[-1]}"].nbytes == packed.nbytes
     assert torch.equal(loaded.weights.lm_head, toy.tensors["lm_head.weight"])
+    held = {name: w.nbytes for name, w in loaded.weights.named() if name not in ("d2t", "embed_tokens")}
+    facts = loaded.facts
+    assert cost(facts.config, facts.dtype, stored=facts.tensors).weights_bytes == sum(held.values())
     assert "7 packed matrices, taken with exactly their numbers" in loaded.report
     assert "bf16" in loaded.report
 
