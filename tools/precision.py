@@ -28,7 +28,7 @@ from eaglex.quantize import quantize
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
 
 QUANTS = ("fp8", "int4", *(f"{part}={bits}" for part in ("head", "mlp", "qkv", "o") for bits in ("fp8", "int4")))
-MIXED = ("head=int4,mlp=int4,qkv=fp8,o=fp8",)
+MIXED = ("head=int4,mlp=int4,qkv=fp8,o=fp8", "head=fp8,mlp=int4,qkv=int4,o=fp8")
 # hidden, intermediate, heads, kv heads, head_dim
 SHAPES = {
     "Llama-3.1-8B": (4096, 14336, 32, 8, 128),
@@ -122,7 +122,7 @@ def shapes(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"\n{label}: {config.hidden_size}/{config.intermediate_size}, {arguments.rows} rows\n")
             print("| draft_quant | same best token | cosine of logits | KL, nats |\n|---|---|---|---|")
             rows = found[label] = {}
-            for quant in (*QUANTS, *MIXED):
+            for quant in arguments.draft_quant or (*QUANTS, *MIXED):
                 made = quantize(weights, DraftQuant.parse(quant))
                 a = Agreement.of(teacher_forced(config, made, aux, ids), plain)
                 rows[quant] = dataclasses.asdict(a)
@@ -189,7 +189,7 @@ def _variants(
     loaded: checkpoint.Checkpoint, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, DraftConfig, DraftWeights]]:
     """The draft as it is, in every precision, and with every head asked for."""
-    for quant in ("none", *QUANTS, *MIXED):
+    for quant in ("none", *(arguments.draft_quant or (*QUANTS, *MIXED))):
         yield quant, loaded.config, quantize(loaded.weights, DraftQuant.parse(quant))
     for text in arguments.hot_vocab or ():
         hot = HotVocab.parse(text)
@@ -280,6 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     two.add_argument("--num-steps", type=int, default=5, help="default 5")
     two.set_defaults(run=pair)
     for sub in (one, two):
+        sub.add_argument("--draft-quant", action="append", metavar="P", help="only these, as eaglex takes them")
         sub.add_argument("--output", help="JSON file for the figures")
     options = parser.parse_args(arguments)
     found = options.run(options)
