@@ -10,8 +10,9 @@ one after the other; then all on one GPU at once, since tokens do not depend on 
 (dummy weights of the Llama 8B sizes, 8 layers), in turn, when no other engine runs.
 
 Environment: CASES, names separated by '; ' (default all that the GPUs allow); GPUS (default: all); HEAD_START, seconds
-that engines on two GPUs and those for the times start before the rest (default 0); SECONDS_TO_START, SECONDS_TO_SERVE,
-SECONDS_TO_TIME, deadlines of the stages; NO_TIMES=1. Exit status 1: something differs or is missing.
+that engines on two GPUs and those for the times start before the rest (default 0); SECONDS, for all of it (default
+600), of which SECONDS_TO_TIME (default 120) are kept for the times and SECONDS_TO_SERVE (default 150) for the engines
+on one GPU; NO_TIMES=1. Exit status 1: something differs or is missing.
 """
 
 from __future__ import annotations
@@ -93,7 +94,11 @@ def until(done: Any, seconds: float) -> bool:
     return False
 
 
-def serve_all(processes: list[Process], seconds: float) -> None:
+def seconds(name: str, default: float) -> float:
+    return float(os.environ.get(name, default))
+
+
+def serve_all(processes: list[Process], limit: float) -> None:
     """Give these engines their turn at once; each is killed when it has served, which frees the GPU for the others."""
     waiting = [process for process in processes if process.process is not None]
     for process in waiting:
@@ -105,7 +110,7 @@ def serve_all(processes: list[Process], seconds: float) -> None:
             waiting.remove(process)
         return not waiting
 
-    if not until(step, seconds):
+    if not until(step, limit):
         for process in waiting:
             process.kill()
 
@@ -136,6 +141,15 @@ class Plan:
                 arguments = ["time_one", algorithm, str(result)]
                 self.timed[algorithm] = Process(arguments, result, "0", 20000 + 7 * number, probe)
 
+    def left(self, *kept: str) -> float:
+        """Seconds until the stages named have to begin, or until the end."""
+        reserved = {
+            "TIME": seconds("SECONDS_TO_TIME", 120) * bool(self.timed),
+            "SERVE": seconds("SECONDS_TO_SERVE", 150),
+        }
+        spent = time.monotonic() - self.started
+        return max(1.0, seconds("SECONDS", 600) - spent - sum(reserved[name] for name in kept))
+
     def say(self, what: str) -> None:
         print(f"{time.monotonic() - self.started:6.1f} s  {what}", flush=True)
 
@@ -153,49 +167,46 @@ class Plan:
 
 def serve_cases(plan: Plan) -> None:
     """Start all engines; those on two GPUs serve first, as a collective that waits for a shared GPU takes for ever."""
-    limit = {key: float(os.environ.get(f"SECONDS_TO_{key}", value)) for key, value in (("START", 150), ("SERVE", 150))}
     pairs = [process for (name, _), process in plan.cases.items() if gpus_of(name) > 1]
     single = [process for (name, _), process in plan.cases.items() if gpus_of(name) == 1]
     for process in (*pairs, *plan.timed.values()):
         process.start()
     if pairs:
-        time.sleep(float(os.environ.get("HEAD_START", "0")))
+        time.sleep(seconds("HEAD_START", 0))
     for process in single:
         process.start()
 
     def up(processes: list[Process]) -> bool:
         return all(process.has(".ready") or process.over for process in processes)
 
-    def serve_pairs() -> None:
-        for process in pairs:
-            serve_all([process], limit["SERVE"])
+    def serve_pairs(*kept: str) -> None:
+        for number, process in enumerate(pairs):
+            serve_all([process], plan.left(*kept) / (len(pairs) - number))
             plan.say(f"on two GPUs: {process.result.stem} {'served' if process.has('.json') else 'FAILED'}")
 
-    early = bool(pairs) and until(lambda: up(pairs) or up(single), limit["START"]) and up(pairs)
+    early = bool(pairs) and until(lambda: up(pairs) or up(single), plan.left("TIME", "SERVE")) and up(pairs)
     plan.say(f"{sum(process.has('.ready') for process in pairs)} of {len(pairs)} engines on two GPUs are up")
     if early:
-        serve_pairs()
-    until(lambda: up(single), limit["START"])
+        serve_pairs("TIME", "SERVE")
+    until(lambda: up(single), plan.left("TIME", "SERVE"))
     plan.say(f"{sum(process.has('.ready') for process in single)} of {len(single)} engines on one GPU are up")
-    serve_all(single, limit["SERVE"])
+    serve_all(single, plan.left("TIME"))
     plan.say(f"{sum(process.has('.json') for process in single)} of {len(single)} have served")
     if pairs and not early:
-        until(lambda: up(pairs), limit["START"])
-        serve_pairs()
+        until(lambda: up(pairs), plan.left("TIME"))
+        serve_pairs("TIME")
 
 
 def measure(plan: Plan) -> dict[str, list[Any]]:
     """Rounds of each algorithm; what is not there by the deadline is left out."""
-    left = time.monotonic() + float(os.environ.get("SECONDS_TO_TIME", "120"))
     taken: dict[str, list[Any]] = {algorithm: [] for algorithm in ALGORITHMS}
-    if until(lambda: all(process.has(".ready") for process in plan.timed.values()), left - time.monotonic()):
+    if until(lambda: all(process.has(".ready") for process in plan.timed.values()), plan.left()):
         for number in range(ROUNDS):
             for algorithm, process in plan.timed.items():
                 process.go(number)
                 done = f".round{number}"
-                if until(lambda process=process, done=done: process.has(done) or process.over, left - time.monotonic()):
-                    if not process.has(done):
-                        continue
+                until(lambda process=process, done=done: process.has(done) or process.over, plan.left())
+                if process.has(done):
                     taken[algorithm].append(json.loads(process.result.with_suffix(done).read_text()))
                     plan.say(f"{algorithm} round {number}: {json.dumps(taken[algorithm][-1])}")
     return taken
