@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import fake_host
 import pytest
 import torch
 from fake_host import LOG, Batch, DraftInput, K, Mode, N
-
-from eaglex.hosts.sglang import compat
-
-SLOTS, POOL, PAGE = 6, 256, 64
+from fake_worker import PAGE, POOL, SLOTS, made_worker
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(compat, "symbol", fake_host.SYMBOLS.__getitem__)
-    for name, stand_in in {
-        "Stream": fake_host.Stream,
-        "Event": fake_host.Event,
-        "stream": fake_host.OnStream,
-        "current_stream": lambda: fake_host.Stream.current,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    released = fake_host.SchedulerWeightUpdaterManager.release_memory_occupation
-    modules = ("eaglex.hosts.sglang.draft", "eaglex.hosts.sglang.worker")
-    for name in modules:
-        sys.modules.pop(name, None)
-    made = importlib.import_module(modules[1]).EaglexWorker(None, 0, None, 0, fake_host.TargetWorker())
-    table = torch.arange((SLOTS + 1) * 50, dtype=torch.int32).view(SLOTS + 1, 50)
-    made._draft_worker.alloc_memory_pool(
-        memory_pool_config=fake_host.PoolConfig(POOL),
-        req_to_token_pool=SimpleNamespace(req_to_token=table, size=SLOTS),
-        token_to_kv_pool_allocator=SimpleNamespace(size=POOL, page_size=PAGE),
-    )
-    made._draft_worker.init_attention_backend()
-    LOG.clear()
-    yield made
-    fake_host.SchedulerWeightUpdaterManager.release_memory_occupation = released
-    for name in modules:
-        sys.modules.pop(name, None)
+def worker() -> Iterator[Any]:
+    with made_worker() as made:
+        yield made
 
 
 def prefill(worker: Any, slots: list[int], length: int = 5, **fields: Any) -> Any:
@@ -156,6 +127,20 @@ def test_extend_writes_where_verification_wrote(worker: Any) -> None:
     worker._draft_worker.req_to_token_pool.req_to_token.zero_()
     result.copy_to_cpu(return_logprob=False)
     assert worker._draft_worker.written.tolist() == [2000, 3000]
+
+
+def test_the_verifier_gets_the_draft_it_was_configured_for(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree kernel is given strides of eaglex's own; what the sampler takes widths from is set back."""
+    given: list[Any] = []
+    verify = fake_host.EAGLEWorkerV2.verify
+
+    def seen(self: Any, batch: Batch, grammar_barrier: Any = None) -> Any:
+        given.append(batch.spec_info)
+        return verify(self, batch, grammar_barrier)
+
+    monkeypatch.setattr(fake_host.EAGLEWorkerV2, "verify", seen)
+    decode(worker, [2], [5], [20])
+    assert (given[0].topk, given[0].spec_steps) == (1, K)
 
 
 def test_what_the_host_relays_can_be_filtered(worker: Any) -> None:
