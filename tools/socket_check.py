@@ -153,15 +153,20 @@ class Plan:
     def say(self, what: str) -> None:
         print(f"{time.monotonic() - self.started:6.1f} s  {what}", flush=True)
 
+    def served(self, name: str, algorithm: str) -> dict[str, Any] | None:
+        process = self.cases.get((name, algorithm))
+        return json.loads(process.result.read_text()) if process is not None and process.has(".json") else None
+
     def report(self) -> list[dict[str, Any]]:
         rows = []
         for name in self.names:
-            found = {a: self.cases[name, a] for a in ALGORITHMS}
-            missing = [a for a, process in found.items() if not process.has(".json")]
+            found = {a: self.served(name, a) for a in ALGORITHMS}
+            missing = [a for a, served in found.items() if served is None]
             if missing:
                 rows.append({"case": name, "equal": False, "missing": missing})
             else:
-                rows.append(compared(name, *(json.loads(process.result.read_text()) for process in found.values())))
+                base = self.served(name.split(", ")[0], ALGORITHMS[0])
+                rows.append(compared(name, *found.values(), base=base))
         return rows
 
 
