@@ -3,6 +3,7 @@
 
     socket_check.py install SITE               # entry points of eaglex and of the probe, into a folder on PYTHONPATH
     socket_check.py run PAIR PROMPTS OUT       # tokens and times under both algorithms; OUT/socket.json and logs
+    socket_check.py table OUT/socket.json      # the tables of docs/sglang-socket.md
 
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. SITE and the folder that
 holds eaglex must be on PYTHONPATH. All engines start beside each other and then take turns: first those on two GPUs,
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from socket_parts.cases import ALGORITHMS, CASES, compared, environment_of, gpus_of, shown
 from socket_parts.engine import ROUNDS, case, time_one, write
+from socket_parts.tables import cases_table, times_table
 
 
 def install(site: Path) -> None:
@@ -262,6 +264,10 @@ def main() -> int:
         return 0
     if command == "run":
         return run(*(Path(part) for part in rest))
+    if command == "table":
+        report = json.loads(Path(rest[0]).read_text())
+        print("\n".join([*cases_table(report["cases"]), "", *times_table(report.get("times", {}))]))
+        return 0
     if command == "case":
         case(rest[0], rest[1], *(Path(part) for part in rest[2:]))
         os._exit(0)  # the caller kills the engine's processes
