@@ -42,10 +42,9 @@ class Host:
         self.started = 0
 
     def forward(self, batch: Batch) -> Any:
-        """One forward; with overlap the result is copied, and so the draft enqueued, sometimes late."""
+        """One forward and its result copy."""
         result = self.worker.forward_batch_generation(batch, on_publish=(lambda _: None) if self.overlap else None)
-        if self.choose.random() < 0.7:
-            result.copy_to_cpu(return_logprob=False)
+        result.copy_to_cpu(return_logprob=False)
         return result
 
     def prefill(self, count: int) -> None:

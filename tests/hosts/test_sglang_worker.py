@@ -38,12 +38,11 @@ def test_one_cycle_in_order(worker: Any) -> None:
     result = prefill(worker, [2])
     assert LOG == ["prefill on forward", "publish", "event on forward"]
     result.copy_to_cpu(return_logprob=False)
-    assert LOG[3:] == [
-        "copy on forward", "draft waits for forward's event", "extend on draft", "steps on draft", "event on draft",
-    ]  # fmt: skip
+    assert LOG[3:] == ["copy on forward"], "the host has a first token to pass on before a draft is enqueued"
     LOG.clear()
     decode(worker, [2], [5], [20])
     assert LOG == [
+        "draft waits for forward's event", "extend on draft", "steps on draft", "event on draft",
         "forward waits for draft's event", "gather", "verify on forward", "publish", "event on forward",
     ]  # fmt: skip
 
@@ -53,13 +52,6 @@ def test_without_overlap_the_draft_starts_at_once(worker: Any) -> None:
     assert LOG[-5:] == [
         "event on forward", "draft waits for forward's event", "extend on draft", "steps on draft", "event on draft",
     ]  # fmt: skip
-
-
-def test_a_draft_whose_result_was_not_copied_is_made_up_for(worker: Any) -> None:
-    prefill(worker, [2])
-    LOG.clear()
-    decode(worker, [2], [5], [20])
-    assert LOG.index("steps on draft") < LOG.index("forward waits for draft's event") < LOG.index("gather")
 
 
 def test_each_request_is_verified_with_its_own_draft(worker: Any) -> None:
@@ -90,7 +82,7 @@ def test_an_unfinished_prompt_is_extended_and_not_drafted_for(worker: Any) -> No
     request = object()
     batch = Batch(torch.tensor([1]), torch.tensor([5]), Mode.EXTEND, reqs=[request], chunked_req=request)
     batch.chunked_req_next_prompt_token = 7
-    worker.forward_batch_generation(batch).copy_to_cpu(return_logprob=False)
+    worker.forward_batch_generation(batch)
     assert "extend on draft" in LOG
     assert "steps on draft" not in LOG
     assert decode(worker, [1], [5], [10]).accept_lens.tolist() == [1]
@@ -123,9 +115,9 @@ def test_the_host_gets_its_own_batch_back(worker: Any) -> None:
 
 def test_extend_writes_where_verification_wrote(worker: Any) -> None:
     """Not where the host's table points by then: the slot may have a new owner with a shared prefix."""
-    result = decode(worker, [2, 3], [5, 5], [20, 30])
+    decode(worker, [2, 3], [5, 5], [20, 30])
     worker._draft_worker.req_to_token_pool.req_to_token.zero_()
-    result.copy_to_cpu(return_logprob=False)
+    worker._stream.join()
     assert worker._draft_worker.written.tolist() == [2000, 3000]
 
 
@@ -151,7 +143,8 @@ def test_what_the_host_relays_can_be_filtered(worker: Any) -> None:
 
 
 def test_drafted_tokens_have_slots_of_their_own(worker: Any) -> None:
-    prefill(worker, [2, 3]).copy_to_cpu(return_logprob=False)
+    prefill(worker, [2, 3])
+    worker._stream.join()
     step = worker._draft_worker.last_step_batch
     first = POOL + PAGE
     assert step.out_cache_loc.tolist() == list(range(first, first + 2 * K))
