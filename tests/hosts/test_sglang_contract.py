@@ -191,6 +191,33 @@ def test_what_a_verifier_input_is_set_back_to_is_read(host: Path) -> None:
     assert {"max_tree_depth", "tree_topk"} <= attributes_of(sample, "verify_input")
 
 
+def test_the_host_passes_tokens_on_after_it_launches_the_next_forward(host: Path) -> None:
+    """Why the draft is enqueued at the next forward's top, not sooner: what comes before it holds no token back."""
+    loop = methods(class_def(host, "sglang.srt.managers.scheduler", "Scheduler"))["event_loop_overlap"]
+    lines: dict[str, list[int]] = {}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call):
+            lines.setdefault(ast.unparse(node.func), []).append(node.lineno)
+    assert max(lines["pop_and_process"]) > max(lines["self.run_batch"])
+
+
+KEPT = ("reqs", "extend_lens", "prefix_lens", "seq_lens", "seq_lens_cpu", "req_pool_indices", "out_cache_loc")
+IN_PLACE = ("append", "extend", "pop", "remove", "insert", "clear", "sort", "add_", "copy_", "fill_")
+
+
+def test_what_a_late_draft_reads_of_a_batch_is_replaced_not_changed(running_host: Path) -> None:
+    """The draft keeps a shallow copy of the batch, and runs on it after the host has scheduled the next one."""
+    owner = methods(class_def(running_host, "sglang.srt.managers.schedule_batch", "ScheduleBatch"))
+    changed = set()
+    for name in ("filter_batch", "merge_batch", "prepare_for_decode", "prepare_for_extend", "retract_decode"):
+        for node in ast.walk(owner[name]):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
+                changed.add((name, ast.unparse(node.func.value)))
+            if isinstance(node, ast.AugAssign):
+                changed.add((name, ast.unparse(node.target)))
+    assert changed.isdisjoint({(name, f"self.{kept}") for name in owner for kept in KEPT})
+
+
 def test_memory_is_released_before_the_flush(running_host: Path) -> None:
     """Why `before_memory_release` exists: the host pauses the KV pool's memory and flushes only then."""
     owner = class_def(running_host, compat.SYMBOLS["SchedulerWeightUpdaterManager"], "SchedulerWeightUpdaterManager")
