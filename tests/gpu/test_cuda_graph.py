@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from support.cuda_rig import CudaRig
 from support.models import make_config, random_weights
 from support.rig import Ask, Layout
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from eaglex.config import MaskMode, SpeculationConfig
 from eaglex.engine import DraftResults, VerifyTensors
@@ -31,6 +35,21 @@ def make_rig(speculation: SpeculationConfig = TREE, dtype: torch.dtype = torch.b
         rig.engine.run(rig.batch([Ask(request, 60 + 97 * request)]))
         rig.requests[request].length += 60 + 97 * request
     return rig
+
+
+CYCLES = "cycles under observation"
+
+
+@contextlib.contextmanager
+def calls_of_the_runtime() -> Iterator[collections.Counter[str]]:
+    """How often each function of CUDA's runtime is called in the range named CYCLES, whichever library calls it."""
+    calls: collections.Counter[str] = collections.Counter()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        yield calls
+    events = list(profiled.events())
+    watched = next(e.time_range for e in events if e.name == CYCLES and e.device_type == torch.autograd.DeviceType.CPU)
+    calls.update(e.name for e in events if e.name.startswith("cu")
+                 and watched.start <= e.time_range.start <= watched.end)
 
 
 def state(results: DraftResults) -> list[torch.Tensor]:
@@ -75,14 +94,19 @@ def test_nothing_is_allocated_and_nothing_waits() -> None:
     rig.engine.tree(out, **ids)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    asleep = torch.cuda.Event()
-    asleep.record()
-    for batch in batches:
-        rig.engine.run(batch)
-    rig.engine.tree(out, **ids)
-    assert not asleep.query(), "a call waited for the device"
-    torch.cuda.synchronize()
+    with calls_of_the_runtime() as calls:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        asleep = torch.cuda.Event()
+        asleep.record()
+        with record_function(CYCLES):
+            for batch in batches:
+                rig.engine.run(batch)
+            rig.engine.tree(out, **ids)
+        assert not asleep.query(), "a call waited for the device"
+        torch.cuda.synchronize()
+    assert calls["cudaGraphLaunch"] == len(batches), "the hook sees this extension's calls"
+    assert not {name for name in calls if any(word in name for word in ("Malloc", "Alloc", "Free", "Memcpy", "Memset"))}
+    assert not {name for name in calls if "Synchronize" in name}
     if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers use the same device's memory
         assert torch.cuda.mem_get_info()[0] == free
 
