@@ -4,7 +4,7 @@
 // BatchTensors,
 //                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with
 //                 __dlpack__ whose memory outlives the capsule).
-// Python calls:   DraftEngine(device, …).enqueue / run / tree; build_info().
+// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -283,6 +283,7 @@ void bind_engine(py::module_& m) {
           },
           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"),
           py::arg("limits"), py::arg("weights"), py::arg("tensors"))
+      .def("warm_up", &DraftEngine::warm_up, py::call_guard<py::gil_scoped_release>())
       .def(
           "enqueue",
           [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {

@@ -122,33 +122,46 @@ void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
   capturing_ = false;
 }
 
+// All at once, so that later cycles allocate nothing, whatever their size. A cycle of the most rows is captured too and
+// thrown away: that brings the kernels of prompts, and the few that no graph holds, onto the device.
+void CudaBackend::warm_up(const std::function<void(int, int)>& body) {
+  if (graphs_->captured()) return;
+  const DeviceGuard guard(device_);
+  const cudaStream_t stream = stream_;
+  capturing_ = true;
+  const auto capture = [&](Graphs::Bucket size, cudaStream_t to) {
+    stream_ = to;
+    launch_lanes_ = size.lanes;
+    body(size.lanes, size.rows);
+  };
+  const auto restore = [&] {
+    capturing_ = false;
+    stream_ = stream;
+    launch_lanes_ = batch_.batch;
+  };
+  try {
+    graphs_->discard([&](cudaStream_t to) {
+      launch_store_block(batch_, buffers_.block, to);
+      capture({context_.limits.max_batch, context_.limits.max_rows}, to);
+      VerifyBatch verify;
+      verify.batch = 1;
+      launch_tree(context_, verify, num_sms_, to);
+    });
+    graphs_->capture_all(capture);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
 void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)>& body) {
   const DeviceGuard guard(device_);
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream_, &capture));
   const int bucket = graphs_->find(lanes, rows);
   if (capture != cudaStreamCaptureStatusNone || bucket < 0) return body(lanes, rows);
-  if (!graphs_->captured()) {
-    // All at once, at the first cycle: later ones allocate nothing, whatever their size.
-    const cudaStream_t stream = stream_;
-    capturing_ = true;
-    const auto restore = [&] {
-      capturing_ = false;
-      stream_ = stream;
-      launch_lanes_ = batch_.batch;
-    };
-    try {
-      graphs_->capture_all([&](Graphs::Bucket size, cudaStream_t to) {
-        stream_ = to;
-        launch_lanes_ = size.lanes;
-        body(size.lanes, size.rows);
-      });
-    } catch (...) {
-      restore();
-      throw;
-    }
-    restore();
-  }
+  warm_up(body);  // where the host has not
   graphs_->launch(bucket, batch_, stream_);
 }
 

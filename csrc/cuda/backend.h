@@ -27,6 +27,7 @@ class CudaBackend : public Backend {
   void bind(const EngineContext& context) override;
 
   void begin(const DraftBatch& batch, Stream stream) override;
+  void warm_up(const std::function<void(int, int)>& body) override;
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override;
 
   void admit() override;

@@ -122,6 +122,12 @@ void Graphs::capture_all(const Body& body) {
   execs_ = std::move(execs);
 }
 
+void Graphs::discard(const std::function<void(cudaStream_t)>& body) {
+  Capture capture(capture_stream_);
+  body(capture_stream_);
+  EAGLEX_CUDA_CHECK(cudaGraphExecDestroy(capture.finish()));
+}
+
 int Graphs::find(int lanes, int rows) const noexcept {
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     if (lanes <= buckets_[i].lanes) return rows <= buckets_[i].rows ? static_cast<int>(i) : -1;

@@ -37,6 +37,8 @@ class Graphs {
   // Captures `body` for every bucket, on a stream of its own; `body` launches to the stream that it is given.
   using Body = std::function<void(Bucket, cudaStream_t)>;
   void capture_all(const Body& body);
+  // Captures what `body` launches and throws it away, never to run: its kernels are loaded by then.
+  void discard(const std::function<void(cudaStream_t)>& body);
   [[nodiscard]] bool captured() const noexcept { return !execs_.empty(); }
   // The smallest bucket that holds the batch; -1 where none does, so for a long prompt.
   [[nodiscard]] int find(int lanes, int rows) const noexcept;
