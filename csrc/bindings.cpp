@@ -218,7 +218,8 @@ void bind_configs(py::module_& m) {
       EAGLEX_FIELD(DraftConfig, embedding_norm);
   py::class_<SpeculationConfig>(m, "SpeculationConfig").def(py::init<>())
       EAGLEX_FIELD(SpeculationConfig, num_steps) EAGLEX_FIELD(SpeculationConfig, topk)
-      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling);
+      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling)
+      EAGLEX_FIELD(SpeculationConfig, stop_score);
   py::class_<EngineLimits>(m, "EngineLimits").def(py::init<>())
       EAGLEX_FIELD(EngineLimits, max_batch) EAGLEX_FIELD(EngineLimits, max_rows) EAGLEX_FIELD(EngineLimits, num_slots);
 }

@@ -31,6 +31,7 @@ class LaneStatus(enum.IntEnum):
     NO_ROOM = 3
     NOT_FINITE = 4
     BAD_INDEX = 5
+    STOPPED = 6  # drafted, but fewer steps than K: SpeculationConfig.stop_below
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -280,6 +281,8 @@ def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:
 def _speculation(binary: Any, speculation: SpeculationConfig) -> Any:
     values = _fields(speculation)
     values["sampling"] = getattr(binary.Sampling, speculation.sampling.name)
+    del values["stop_below"]
+    values["stop_score"] = speculation.stop_score
     return _fill(binary.SpeculationConfig(), **values)
 
 

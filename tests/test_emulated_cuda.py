@@ -12,6 +12,7 @@ import pytest
 import test_cuda_engine
 import test_cuda_graph
 import test_cuda_tree
+import test_early_stop
 import test_engine
 import test_engine_isolation
 import torch
@@ -50,7 +51,7 @@ def emulator():
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_emulator(emulator):
     with pytest.MonkeyPatch.context() as patch, emulator.installed():
-        for module in (test_engine, test_engine_isolation):
+        for module in (test_early_stop, test_engine, test_engine_isolation):
             patch.setattr(module, "Rig", EmulatedRig)
         for module in (test_cuda_engine, test_cuda_graph, test_cuda_tree):
             patch.setattr(module, "CudaRig", EmulatedRig)

@@ -81,7 +81,7 @@ void CudaBackend::bind(const EngineContext& context) {
   carve(count);
   Workspace workspace(allocate(count.used()));
   carve(workspace);
-  chain_ = {context_, buffers_.block};
+  chain_ = {context_, buffers_.block.batch, buffers_.block.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
 }
 
@@ -102,7 +102,7 @@ void CudaBackend::carve(Workspace& workspace) {
   const DraftConfig& config = context_.config;
   const auto rows = static_cast<std::size_t>(plan_.rows);
   const auto head_rows = static_cast<std::size_t>(plan_.head_rows);
-  buffers_.block = workspace.take<DraftBatch>(1);
+  buffers_.block = {workspace.take<DraftBatch>(1), workspace.take<std::int32_t>(kMaxSteps + 1)};
   buffers_.x = workspace.take_bytes(
       rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
   buffers_.raw = workspace.take<float>(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
@@ -170,8 +170,9 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
 
 GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight) const {
   GemmParams params;
-  params.batch = buffers_.block;
+  params.batch = buffers_.block.batch;
   params.pass = range.rows.pass;
+  params.drafting = drafting_flag(buffers_.block.drafting, range.rows);
   params.topk = context_.speculation.topk;
   params.first = range.first;
   params.max_rows = range.count;

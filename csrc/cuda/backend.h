@@ -44,7 +44,7 @@ class CudaBackend : public Backend {
  private:
   // Between the kernels of one step. Long prompts go through them in chunks of `rows`.
   struct Buffers {
-    DraftBatch* block = nullptr;
+    DeviceBlock block;
     void* x = nullptr;           // [rows, widest input of a product]
     float* raw = nullptr;        // [rows, q | k | v]
     float* logits = nullptr;     // [head_rows, Vd]

@@ -16,6 +16,7 @@ enum class Epilogue {
 struct GemmParams {
   const DraftBatch* batch = nullptr;  // how many rows there are is read on the device
   Pass pass = Pass::kExtendAll;
+  const std::int32_t* drafting = nullptr;  // the pass's flag (drafting_flag)
   int topk = 1;
   int first =
       0;  // the launch covers rows [first, first + max_rows) of the pass; x, residual and out point at row `first`

@@ -20,6 +20,12 @@ struct ParameterRing {
   volatile unsigned long long read;
 };
 
+// Where a cycle's parameters lie on the device: the block, and the flags that are cleared with it (Chain::drafting).
+struct DeviceBlock {
+  DraftBatch* batch = nullptr;
+  std::int32_t* drafting = nullptr;
+};
+
 class Graphs {
  public:
   // Lanes and rows that one graph is good for.
@@ -29,7 +35,7 @@ class Graphs {
   };
 
   // `block` is the device's copy of the parameter block, which all kernels of the chain read.
-  Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, DraftBatch* block);
+  Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, const DeviceBlock& block);
   ~Graphs();
   Graphs(const Graphs&) = delete;
   Graphs& operator=(const Graphs&) = delete;
@@ -51,7 +57,7 @@ class Graphs {
   std::vector<Bucket> buckets_;
   std::vector<cudaGraphExec_t> execs_;
   cudaStream_t capture_stream_ = nullptr;
-  DraftBatch* block_ = nullptr;
+  DeviceBlock block_;
   PinnedMemory ring_memory_;
   ParameterRing* ring_ = nullptr;
   DeviceMemory launches_;            // unsigned long long, the device's count
@@ -59,6 +65,6 @@ class Graphs {
 };
 
 // The block by value: for raw launches, and for a host that captures them.
-void launch_store_block(const DraftBatch& batch, DraftBatch* block, cudaStream_t stream);
+void launch_store_block(const DraftBatch& batch, const DeviceBlock& block, cudaStream_t stream);
 
 }  // namespace eaglex::cuda
