@@ -330,14 +330,20 @@ PYBIND11_MODULE(_C, m) {
 #else
   static constexpr bool kCuda = false;
 #endif
+#ifdef EAGLEX_WITH_CUTLASS
+  static constexpr bool kCutlass = true;
+#else
+  static constexpr bool kCutlass = false;
+#endif
   m.def(
       "build_info",
       [] {
         py::typing::Dict<py::str, py::object> info;
         info["cuda"] = py::bool_(kCuda);
+        info["cutlass"] = py::bool_(kCutlass);
         info["compiler"] = py::str(__VERSION__);
         info["version"] = py::str(EAGLEX_VERSION);
         return info;
       },
-      "What this extension was built with: cuda (bool), compiler and eaglex's version (str).");
+      "What this extension was built with: cuda and cutlass (bool), compiler and eaglex's version (str).");
 }

@@ -25,9 +25,14 @@ int per_row(std::size_t bytes_per_row, int most) {
   return static_cast<int>(std::clamp<long long>(rows, 16, std::max(most, 16)));
 }
 
-// Calls f(range, rows done before) for the launch's rows in chunks.
+// Calls f(range) for the launch's rows in chunks of at most `chunk`. Those of a prompt are equal, and whole tiles.
 template <typename F>
 void in_chunks(const Rows& rows, int chunk, F&& f) {
+  constexpr int kTile = 128;
+  if (rows.pass == Pass::kExtendAll && rows.max_rows > chunk && chunk >= kTile) {
+    const int even = ceil_div(rows.max_rows, ceil_div(rows.max_rows, chunk));
+    chunk = std::min(chunk, ceil_div(even, kTile) * kTile);
+  }
   for (int first = 0; first < rows.max_rows; first += chunk)
     f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
 }
@@ -43,7 +48,7 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   EAGLEX_CUDA_CHECK(cudaGetDeviceCount(&count));
   expect_range("device", device, 0, count - 1);
   const DeviceGuard guard(device_);
-  int major = 0;
+  int& major = compute_major_;
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
   expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
@@ -176,6 +181,8 @@ GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight)
   params.topk = context_.speculation.topk;
   params.first = range.first;
   params.max_rows = range.count;
+  constexpr int kHopper = 9;
+  params.hopper_sms = compute_major_ == kHopper && !capturing_ ? num_sms_ : 0;
   params.in = static_cast<int>(weight.parts[0].shape[1]);
   params.x_stride = params.in;
   for (int i = 0; i < weight.num_parts; ++i) {

@@ -66,6 +66,7 @@ class CudaBackend : public Backend {
 
   int device_ = 0;
   int num_sms_ = 0;
+  int compute_major_ = 0;
   std::optional<DType> weight_type_;
   DType type_ = DType::kF32;
   EngineContext context_;
