@@ -90,6 +90,7 @@ class Subject {
                                      &verify_.retrieve_next_token, &verify_.retrieve_next_sibling})
       *tensor = empty(DType::kI64, {b, n});
     verify_.mask = empty(DType::kU8, {b * n * (c.context + valid + n)});
+    stream::check(cudaDeviceSynchronize(), "contents");  // they come by the default stream, others read them
   }
 
   void run(cudaStream_t stream) { engine_->run(batch_, stream); }
