@@ -58,7 +58,7 @@ class Subject {
 
     EngineTensors tensors;
     tensors.req_to_token = ids<std::int32_t>({slots, length}, [&](std::int64_t i) {
-      return i * 40503 % (slots * length);  // no two neighbours lie together
+      return i * 1000003 % (slots * length);  // a prime: each slot once, no two neighbours together
     });
     tensors.draft_k = {random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1)};
     tensors.draft_v = {random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1)};
@@ -181,6 +181,8 @@ class Subject {
                         matrix(h, i)});
     w.norm = random({h}, 1, 0.1F);
     w.lm_head = matrix(shape_.draft_vocab, h);
+    const std::int64_t apart = shape_.vocab / shape_.draft_vocab;
+    w.d2t = ids<std::int64_t>({shape_.draft_vocab}, [&](std::int64_t d) { return d * apart - d; });
     const int half = config_.rotary_dim / 2;
     w.inv_freq = empty(DType::kF32, {half});
     std::vector<float> frequencies;
