@@ -4,7 +4,7 @@
 // BatchTensors,
 //                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with
 //                 __dlpack__ whose memory outlives the capsule).
-// Python calls:   DraftEngine(device, …).enqueue / run / tree; build_info().
+// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -242,7 +242,8 @@ void bind_configs(py::module_& m) {
       EAGLEX_FIELD(DraftConfig, embedding_norm);
   py::class_<SpeculationConfig>(m, "SpeculationConfig").def(py::init<>())
       EAGLEX_FIELD(SpeculationConfig, num_steps) EAGLEX_FIELD(SpeculationConfig, topk)
-      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling);
+      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling)
+      EAGLEX_FIELD(SpeculationConfig, stop_score);
   py::class_<EngineLimits>(m, "EngineLimits").def(py::init<>())
       EAGLEX_FIELD(EngineLimits, max_batch) EAGLEX_FIELD(EngineLimits, max_rows) EAGLEX_FIELD(EngineLimits, num_slots);
 }
@@ -307,6 +308,7 @@ void bind_engine(py::module_& m) {
           },
           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"),
           py::arg("limits"), py::arg("weights"), py::arg("tensors"))
+      .def("warm_up", &DraftEngine::warm_up, py::call_guard<py::gil_scoped_release>())
       .def(
           "enqueue",
           [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
@@ -352,14 +354,20 @@ PYBIND11_MODULE(_C, m) {
 #else
   static constexpr bool kCuda = false;
 #endif
+#ifdef EAGLEX_WITH_CUTLASS
+  static constexpr bool kCutlass = true;
+#else
+  static constexpr bool kCutlass = false;
+#endif
   m.def(
       "build_info",
       [] {
         py::typing::Dict<py::str, py::object> info;
         info["cuda"] = py::bool_(kCuda);
+        info["cutlass"] = py::bool_(kCutlass);
         info["compiler"] = py::str(__VERSION__);
         info["version"] = py::str(EAGLEX_VERSION);
         return info;
       },
-      "What this extension was built with: cuda (bool), compiler and eaglex's version (str).");
+      "What this extension was built with: cuda and cutlass (bool), compiler and eaglex's version (str).");
 }

@@ -32,6 +32,7 @@ class LaneStatus(enum.IntEnum):
     NO_ROOM = 3
     NOT_FINITE = 4
     BAD_INDEX = 5
+    STOPPED = 6  # drafted, but fewer steps than K: SpeculationConfig.stop_below
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -186,6 +187,15 @@ class DraftEngine:
         self._kept_batches: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
         self._kept_trees: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
 
+    def warm_up(self) -> None:
+        """To be called by a host at its start, as the model is loaded: capture the graphs of all batch sizes.
+
+        Without it the first `run` does this, which then takes as long as some hundred cycles and allocates. Memory and
+        seconds are the same either way. Must not be called while a stream of this thread is being captured; a second
+        call does nothing. Raises DeviceError.
+        """
+        self._engine.warm_up()
+
     def enqueue(self, batch: DraftBatch, stream: int = 0) -> None:
         """One cycle as raw launches on `stream` (a cudaStream_t as int; 0 the default stream), capturable by a host."""
         self._engine.enqueue(self._batch(batch), stream)
@@ -272,6 +282,8 @@ def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:
 def _speculation(binary: Any, speculation: SpeculationConfig) -> Any:
     values = _fields(speculation)
     values["sampling"] = getattr(binary.Sampling, speculation.sampling.name)
+    del values["stop_below"]
+    values["stop_score"] = speculation.stop_score
     return _fill(binary.SpeculationConfig(), **values)
 
 

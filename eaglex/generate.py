@@ -73,6 +73,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--num-draft-tokens", type=int, metavar="N",
         help=f"nodes that the target verifies, root included (default K + 1; with branches up to {TREE_TOKENS})",
     )  # fmt: skip
+    add(
+        "--stop-below", type=float, default=0.0, metavar="P",
+        help="end a draft once the draft model gives its best node less than this probability (default 0: never)",
+    )  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default 0)")
     add(
         "--sampling", choices=("target-only", "rejection"), default="target-only",
@@ -273,6 +277,7 @@ def _speculation(arguments: argparse.Namespace) -> SpeculationConfig:
         topk=arguments.topk,
         num_draft_tokens=arguments.num_steps + 1,
         sampling=Sampling.REJECTION if rejection else Sampling.GREEDY,
+        stop_below=arguments.stop_below,
     )
     count = arguments.num_draft_tokens
     if count is None:

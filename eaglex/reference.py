@@ -253,7 +253,8 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
     cumulative log-probability are the next frontier (EAGLE-2). At the end `select` keeps the N - 1 best of all. Ties go
     to the lowest index. With temperature > 0 a chain draws each token from softmax(logits / temperature) by uniforms
     [K], and says from what (at temperature 0 the engine writes the one-hot of the argmax there). Logits whose
-    log-sum-exp is not finite, or a context without room for K more tokens: no draft.
+    log-sum-exp is not finite, or a context without room for K more tokens: no draft. With `stop_below` it may end
+    before step K, with as many nodes as there are by then.
     """
     steps, k, past, prefix = speculation.num_steps, speculation.topk, len(cache), cache.rows
     if temperature > 0 and (k != 1 or uniforms is None):
@@ -285,6 +286,8 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
         if step + 1 == steps:
             break
         frontier_score, best = (t[0] for t in top_k(score.flatten()[None], k))
+        if falls_short(float(frontier_score[0]), speculation):
+            break
         parent_row = best // ids.shape[1]
         frontier_node = best + base + 1
         rows = range(step * k, step * k + k)
@@ -299,6 +302,11 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
     drafted = select(torch.cat(grid_token), torch.cat(grid_parent), torch.cat(grid_score), count)
     drafted.probs = torch.stack(probs) if probs else None
     return drafted
+
+
+def falls_short(score: float, speculation: SpeculationConfig) -> bool:
+    """Whether a step's best cumulative log-probability ends the draft; all that was drafted by then is kept."""
+    return score < speculation.stop_score
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

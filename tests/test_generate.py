@@ -89,6 +89,17 @@ def test_no_baseline(pair, capsys):
     assert "yes: every token" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", [[], ["--topk", "3"]], ids=["chain", "tree"])
+def test_stop_below_changes_speed_alone(pair, capsys, how):
+    texts = []
+    for stop in ("0", "0.2", "0.999"):
+        assert command(pair, "--json", "--check", "--stop-below", stop, *how) == 0
+        found = result(capsys)
+        assert found["lossless"] is True
+        texts.append(found["text"])
+    assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.mark.parametrize("how", [[], ["--topk", "3"], ["--sampling", "rejection"]], ids=["chain", "tree", "rejection"])
 def test_sampling_repeats_with_its_seed(pair, capsys, how):
     texts = []
@@ -205,6 +216,7 @@ BAD_OPTIONS = {
     "too-deep": (["--num-steps", "17"], "num_steps: expected in 0..16, got 17"),
     "no-branch": (["--topk", "0"], "topk: expected in 1..16, got 0"),
     "few-nodes": (["--num-draft-tokens", "3"], "num_draft_tokens: expected in 6..6 for num_steps=5, topk=1, got 3"),
+    "stop-below": (["--stop-below", "1"], "stop_below: expected in [0, 1), got 1.0"),
     "no-nodes": (["--num-draft-tokens", "0"], "num_draft_tokens: expected >= num_steps + 1 = 6, got 0"),
     "more-nodes-than-candidates": (
         ["--topk", "2", "--num-steps", "1", "--num-draft-tokens", "9"],

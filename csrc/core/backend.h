@@ -32,6 +32,9 @@ class Backend {
 
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;
+  // Everything that a first cycle would otherwise do late: a backend with graphs captures `body` for every bucket. The
+  // device must not be capturing. Costs seconds at most; a second call costs nothing.
+  virtual void warm_up(const std::function<void(int lanes, int rows)>& body) = 0;
   // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it
   // captured.
   virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;

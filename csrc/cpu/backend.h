@@ -20,6 +20,7 @@ class CpuBackend final : public Backend {
   void bind(const EngineContext& context) override;
 
   void begin(const DraftBatch& batch, Stream stream) override;
+  void warm_up(const std::function<void(int, int)>&) override {}
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override { body(lanes, rows); }
 
   void admit() override;

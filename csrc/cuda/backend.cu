@@ -25,9 +25,14 @@ int per_row(std::size_t bytes_per_row, int most) {
   return static_cast<int>(std::clamp<long long>(rows, 16, std::max(most, 16)));
 }
 
-// Calls f(range, rows done before) for the launch's rows in chunks.
+// Calls f(range) for the launch's rows in chunks of at most `chunk`. Those of a prompt are equal, and whole tiles.
 template <typename F>
 void in_chunks(const Rows& rows, int chunk, F&& f) {
+  constexpr int kTile = 128;
+  if (rows.pass == Pass::kExtendAll && rows.max_rows > chunk && chunk >= kTile) {
+    const int even = ceil_div(rows.max_rows, ceil_div(rows.max_rows, chunk));
+    chunk = std::min(chunk, ceil_div(even, kTile) * kTile);
+  }
   for (int first = 0; first < rows.max_rows; first += chunk)
     f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
 }
@@ -43,7 +48,7 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   EAGLEX_CUDA_CHECK(cudaGetDeviceCount(&count));
   expect_range("device", device, 0, count - 1);
   const DeviceGuard guard(device_);
-  int major = 0;
+  int& major = compute_major_;
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
   expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
@@ -83,7 +88,7 @@ void CudaBackend::bind(const EngineContext& context) {
   carve(count);
   Workspace workspace(allocate(count.used()));
   carve(workspace);
-  chain_ = {context_, buffers_.block};
+  chain_ = {context_, buffers_.block.batch, buffers_.block.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
 }
 
@@ -104,7 +109,7 @@ void CudaBackend::carve(Workspace& workspace) {
   const DraftConfig& config = context_.config;
   const auto rows = static_cast<std::size_t>(plan_.rows);
   const auto head_rows = static_cast<std::size_t>(plan_.head_rows);
-  buffers_.block = workspace.take<DraftBatch>(1);
+  buffers_.block = {workspace.take<DraftBatch>(1), workspace.take<std::int32_t>(kMaxSteps + 1)};
   buffers_.x = workspace.take_bytes(
       rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
   buffers_.raw = workspace.take<float>(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
@@ -124,33 +129,46 @@ void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
   capturing_ = false;
 }
 
+// All at once, so that later cycles allocate nothing, whatever their size. A cycle of the most rows is captured too and
+// thrown away: that brings the kernels of prompts, and the few that no graph holds, onto the device.
+void CudaBackend::warm_up(const std::function<void(int, int)>& body) {
+  if (graphs_->captured()) return;
+  const DeviceGuard guard(device_);
+  const cudaStream_t stream = stream_;
+  capturing_ = true;
+  const auto capture = [&](Graphs::Bucket size, cudaStream_t to) {
+    stream_ = to;
+    launch_lanes_ = size.lanes;
+    body(size.lanes, size.rows);
+  };
+  const auto restore = [&] {
+    capturing_ = false;
+    stream_ = stream;
+    launch_lanes_ = batch_.batch;
+  };
+  try {
+    graphs_->discard([&](cudaStream_t to) {
+      launch_store_block(batch_, buffers_.block, to);
+      capture({context_.limits.max_batch, context_.limits.max_rows}, to);
+      VerifyBatch verify;
+      verify.batch = 1;
+      launch_tree(context_, verify, num_sms_, to);
+    });
+    graphs_->capture_all(capture);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
 void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)>& body) {
   const DeviceGuard guard(device_);
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream_, &capture));
   const int bucket = graphs_->find(lanes, rows);
   if (capture != cudaStreamCaptureStatusNone || bucket < 0) return body(lanes, rows);
-  if (!graphs_->captured()) {
-    // All at once, at the first cycle: later ones allocate nothing, whatever their size.
-    const cudaStream_t stream = stream_;
-    capturing_ = true;
-    const auto restore = [&] {
-      capturing_ = false;
-      stream_ = stream;
-      launch_lanes_ = batch_.batch;
-    };
-    try {
-      graphs_->capture_all([&](Graphs::Bucket size, cudaStream_t to) {
-        stream_ = to;
-        launch_lanes_ = size.lanes;
-        body(size.lanes, size.rows);
-      });
-    } catch (...) {
-      restore();
-      throw;
-    }
-    restore();
-  }
+  warm_up(body);  // where the host has not
   graphs_->launch(bucket, batch_, stream_);
 }
 
@@ -159,11 +177,14 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
 
 GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight) const {
   GemmParams params;
-  params.batch = buffers_.block;
+  params.batch = buffers_.block.batch;
   params.pass = range.rows.pass;
+  params.drafting = drafting_flag(buffers_.block.drafting, range.rows);
   params.topk = context_.speculation.topk;
   params.first = range.first;
   params.max_rows = range.count;
+  constexpr int kHopper = 9;
+  params.hopper_sms = compute_major_ == kHopper && !capturing_ ? num_sms_ : 0;
   params.in = static_cast<int>(weight.parts[0].shape[1]);
   params.x_stride = params.in;
   for (int i = 0; i < weight.num_parts; ++i) {

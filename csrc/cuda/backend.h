@@ -27,6 +27,7 @@ class CudaBackend : public Backend {
   void bind(const EngineContext& context) override;
 
   void begin(const DraftBatch& batch, Stream stream) override;
+  void warm_up(const std::function<void(int, int)>& body) override;
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override;
 
   void admit() override;
@@ -43,7 +44,7 @@ class CudaBackend : public Backend {
  private:
   // Between the kernels of one step. Long prompts go through them in chunks of `rows`.
   struct Buffers {
-    DraftBatch* block = nullptr;
+    DeviceBlock block;
     void* x = nullptr;           // [rows, widest input of a product]
     float* raw = nullptr;        // [rows, q | k | v]
     float* logits = nullptr;     // [head_rows, Vd]
@@ -65,6 +66,7 @@ class CudaBackend : public Backend {
 
   int device_ = 0;
   int num_sms_ = 0;
+  int compute_major_ = 0;
   std::optional<DType> weight_type_;
   DType type_ = DType::kF32;
   EngineContext context_;

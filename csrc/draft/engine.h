@@ -22,6 +22,9 @@ class DraftEngine {
   DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config, const SpeculationConfig& speculation,
               const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors);
 
+  // To be called once at start, before the first cycle: whatever a backend prepares for its first run (graphs of all
+  // batch sizes) is made here instead.
+  void warm_up();
   // One cycle as raw launches on `stream`; a host may capture them. Results appear by request slot.
   void enqueue(const BatchTensors& batch, Stream stream);
   // One cycle as one launch: the backend replays its graph of this batch size.

@@ -60,6 +60,7 @@ class DraftSlots:
         self.engine = DraftEngine(
             config, speculation, limits=limits, weights=weights, req_to_token=table, draft_k=pool(), draft_v=pool()
         )
+        self.engine.warm_up()
 
     def run(self, rows: Sequence[DraftRows]) -> None:
         """One cycle for these requests: their rows enter the draft, which drafts from the last valid one of each."""

@@ -44,6 +44,7 @@ class Recorder final : public Backend {
   }
   void bind(const EngineContext&) override { log.emplace_back("bind"); }
   void begin(const DraftBatch&, Stream) override {}
+  void warm_up(const std::function<void(int, int)>&) override {}
   void replay(int, int, const std::function<void(int, int)>&) override {}
   void admit() override { log.emplace_back("admit"); }
   void fuse(const FuseParams& p) override { log.push_back("fuse " + words(p.rows)); }
