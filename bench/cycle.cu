@@ -137,8 +137,6 @@ void measure(const Shape& shape, const Case& c, const Options& options, const Re
   report.line("cycle", cycle, subject.cycle_bytes());
   report.line("extend", extend, subject.extend_bytes());
   report.line("step", step, subject.step_bytes());
-  for (std::size_t i = 0; i < 2; ++i)
-    report.line(steps[0][i].name.c_str(), timed(i, i + 1), subject.bytes(steps[0][i].name));
   std::string parts;
   for (std::size_t i = first + 1; i <= second; ++i) {
     const std::string& name = steps[0][i].name;
@@ -149,6 +147,9 @@ void measure(const Shape& shape, const Case& c, const Options& options, const Re
     parts += text;
   }
   report.line("tree", tree, 0);
+  // Last, as admit takes back what select has said: after it the steps would be skipped.
+  for (const std::size_t i : {1, 0})
+    report.line(steps[0][i].name.c_str(), timed(i, i + 1), subject.bytes(steps[0][i].name));
   const double skipped = time_skipped(shape, c, options.repeats, stream);
   std::printf("    %-10s %9.1f\n", "skipped", skipped);
   const std::int64_t expected = static_cast<std::int64_t>(c.batch) * (1 + (options.repeats + 3 + kSets - 1) / kSets);

@@ -506,7 +506,7 @@ class DraftEngine:
     def workspace_bytes(self) -> int: ...
 def build_info() -> dict[str, typing.Any]:
     """
-    What this extension was built with: cuda (bool), compiler and eaglex's version (str).
+    What this extension was built with: cuda and cutlass (bool), compiler and eaglex's version (str).
     """
 LANE_STATUS_COUNT: int = 7
 MAX_DRAFT_TOKENS: int = 64

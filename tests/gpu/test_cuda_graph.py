@@ -142,6 +142,34 @@ def test_warm_up_leaves_nothing_for_the_first_cycle() -> None:
     assert time.perf_counter() - begin < 1e-3, "a second call does nothing"
 
 
+def test_steps_that_nobody_needs_are_skipped() -> None:
+    """A cycle of 16 steps that all stop after the first, or that nobody drafts in, takes well under half the time."""
+    config = make_config(hidden_size=512, target_hidden_size=512, intermediate_size=2048, num_heads=8, num_kv_heads=2,
+                         head_dim=64, vocab_size=8000, draft_vocab_size=8000, max_positions=512)
+    weights = random_weights(config, dtype=torch.bfloat16)
+    fastest = {}
+    for name, stop_below, drafts in (("all", 0.0, True), ("stopped", 0.999, True), ("held", 0.0, False)):
+        rig = CudaRig(config, SpeculationConfig(num_steps=16, stop_below=stop_below), weights=weights,
+                      layout=Layout(kv_dtype=torch.bfloat16))
+        rig.engine.warm_up()
+        for request in range(2):
+            rig.join(request, 1 + request)
+        batch = rig.batch([Ask(r, 5, draft_from=drafts) for r in range(2)])
+        times = []
+        for _ in range(10):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(500_000)
+            begin.record()
+            rig.engine.run(batch)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        fastest[name] = min(times)
+        assert rig.results.num_nodes[1:3].tolist() == {"all": [16, 16], "stopped": [1, 1], "held": [0, 0]}[name]
+    assert fastest["stopped"] < 0.6 * fastest["all"], fastest
+    assert fastest["held"] < fastest["stopped"], fastest
+
+
 def test_the_host_may_run_a_ring_ahead() -> None:
     """More cycles in flight than the ring has entries: each still sees its own parameters."""
     rig = make_rig()
