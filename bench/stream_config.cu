@@ -77,8 +77,7 @@ void check_configs() {
         require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
         require(shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
                 what + ": the layout fits");
-        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits),
-                what + ": takes its whole slot");
+        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
         if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
           require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
         }

@@ -3,7 +3,7 @@
 // 64 rows.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstddef>
 #include <functional>

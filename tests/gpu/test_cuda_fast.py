@@ -1,7 +1,7 @@
-"""The weight-streaming chain: PyTorch's error twice at most, the plain chain's drafts, the same bits whatever the launch.
+"""The weight-streaming chain: PyTorch's error twice at most, the plain chain's drafts, the same bits however launched.
 
-bench/steps.cu (`bench_steps check`) holds each of its kernels to a plain one and delays each in turn over poisoned
-buffers; here it runs in whole cycles.
+bench/steps.cu (`bench_steps check`) holds each of its kernels to a plain one; bench/delays.cu delays each launch of a
+cycle in turn over poisoned buffers; here it runs in whole cycles.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ struct HeadStep : PlainStep {
       best = lane < place ? best : lane == place ? candidate : above;
       worst = __shfl_sync(0xFFFFFFFF, best, params.topk - 1);
     }
+    __syncwarp();  // all lanes have read the state
     if (lane < params.topk) state.best[lane] = best;
     if (lane == 0) state.maximum = maximum, state.sum = sum;
     __syncwarp();
