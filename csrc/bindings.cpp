@@ -327,6 +327,12 @@ void bind_engine(py::module_& m) {
             self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reads_original",
+          [](const DraftEngine& self, std::uintptr_t matrix) {
+            return self.reads_original(reinterpret_cast<const void*>(matrix));  // NOLINT
+          },
+          py::arg("matrix"))
       .def_property_readonly("backend_name", &DraftEngine::backend_name)
       .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
 }

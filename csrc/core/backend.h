@@ -30,6 +30,9 @@ class Backend {
   // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v lie in host memory.
   virtual void bind(const EngineContext& context) = 0;
 
+  // Whether launches still read this matrix of prepare()'s where it lies. If not, it may be freed once bind() is done.
+  [[nodiscard]] virtual bool reads_original(const void*) const { return true; }
+
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;
   // Everything that a first cycle would otherwise do late: a backend with graphs captures `body` for every bucket. The
