@@ -28,7 +28,8 @@ def quantize(weights: DraftWeights, quant: DraftQuant, *, device: torch.device |
     """The same draft with its matrices in those precisions; tensors that stay as they are are shared.
 
     `device` is where matrices are quantised and left (None: where they lie). Two CPU cores take about 50
-    million weights per second in FP8, 25 in INT4. A matrix that is packed otherwise is unpacked first, which rounds twice.
+    million weights per second in FP8, 25 in INT4. A matrix that is packed otherwise is unpacked first, which rounds
+    twice.
     Raises ShapeError, naming the tensor, for NaN or infinity and for an odd width in INT4.
     """
     dtype = weights.fc.dtype
