@@ -62,6 +62,14 @@ void bind_terms(py::module_& m) {
 }
 
 void bind_ranks(py::module_& m) {
+  py::enum_<Suspect::Kind>(m, "SuspectKind")
+      .value("GONE", Suspect::Kind::kGone)
+      .value("STOPPED", Suspect::Kind::kStopped)
+      .value("BEHIND", Suspect::Kind::kBehind);
+  py::class_<Suspect>(m, "Suspect")
+      .def_readonly("rank", &Suspect::rank)
+      .def_readonly("kind", &Suspect::kind)
+      .def_readonly("why", &Suspect::why);
   py::class_<Group>(m, "BridgeGroup")
       .def_static("create", &Group::create, py::arg("terms"), py::arg("id"))
       .def_static("join", &Group::join, py::arg("address"), py::arg("terms"), py::arg("id"), py::arg("rank"))

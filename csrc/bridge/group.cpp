@@ -132,24 +132,23 @@ void Group::end(int culprit, const std::string& why) {
   fail(ErrorCode::kBridge, text);  // another member is just writing its own word
 }
 
-std::string Group::suspects() const {
+std::vector<Suspect> Group::suspects() const {
   const Shared& here = shared();
   const std::uint64_t own = here.members[rank_].entered.load(std::memory_order_relaxed);
-  std::string found;
+  std::vector<Suspect> found;
   for (int rank = 0; rank < terms_.num_ranks; ++rank) {
     if (rank == rank_) continue;
     const Member& member = here.members[rank];
     const std::uint64_t entered = member.entered.load(std::memory_order_relaxed);
     const char state = state_of(member.process.load());
-    std::string what;
+    using Kind = Suspect::Kind;
     if (gone(rank)) {
-      what = "its process has ended";
+      found.push_back({rank, Kind::kGone, "its process has ended"});
     } else if (state == 'T' || state == 't') {
-      what = "its process is stopped";
+      found.push_back({rank, Kind::kStopped, "its process is stopped"});
     } else if (entered < own) {
-      what = concat("it entered ", entered, " of ", own, " collectives of the target");
+      found.push_back({rank, Kind::kBehind, concat("it entered ", entered, " of ", own, " collectives of the target")});
     }
-    if (!what.empty()) found += concat(found.empty() ? "" : "; ", "rank ", rank, ": ", what);
   }
   return found;
 }

@@ -2,12 +2,21 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "bridge/ring.h"
 #include "bridge/segment.h"
 #include "bridge/terms.h"
 
 namespace eaglex::bridge {
+
+// A rank that looks lost, and why. Being behind says nothing while others still arrive.
+struct Suspect {
+  enum class Kind : std::uint8_t { kGone, kStopped, kBehind };
+  int rank = 0;
+  Kind kind = Kind::kGone;
+  std::string why;
+};
 
 class Group {
  public:
@@ -36,9 +45,9 @@ class Group {
   void check() const;
   // Ends the group for all: the first word stands. Throws it.
   [[noreturn]] void end(int culprit, const std::string& why);
-  // Which ranks look lost: gone, stopped, or behind in the target's collectives; empty if all are well.
-  [[nodiscard]] std::string suspects() const;
-  // The first rank of `ranks` that is gone, or -1.
+  // Which other ranks look lost: gone, stopped, or behind in the target's collectives.
+  [[nodiscard]] std::vector<Suspect> suspects() const;
+  // Whether nobody has that rank's place.
   [[nodiscard]] bool gone(int rank) const { return !segment_.taken(rank); }
 
   // The dedicated drafter's place: how many processes have taken it, and what is wrong with the terms of the last.

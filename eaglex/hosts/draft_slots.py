@@ -86,6 +86,13 @@ class DraftSlots:
             self._stream(),
         )
 
+    def skip(self, rows: Sequence[DraftRows]) -> None:
+        """A cycle of a draft that has failed: old drafts are for other lengths, so there is nothing to do."""
+
+    def counters(self) -> dict[str, int]:
+        """Requests per outcome since the start, as `DraftEngine.counters`."""
+        return self.engine.counters()
+
     def trees(self, slots: Sequence[int], lengths: Sequence[int], bonus_tokens: Sequence[int]) -> VerifyTensors:
         """The verifier's tensors [B, N] for these requests, on the device."""
         out = VerifyTensors.allocate(len(slots), self.speculation.num_draft_tokens, MaskMode.QLEN_ONLY, self.device)

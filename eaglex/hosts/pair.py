@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from eaglex.engine import _extension
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts import hf_target
 from eaglex.hosts.hf_target import HookedTarget, TargetFacts
+from eaglex.hosts.team import Team
 from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
+from eaglex.weights import DraftWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,26 +62,44 @@ class Pair:
         return ids
 
     def load(
-        self, speculation: SpeculationConfig, *, max_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        speculation: SpeculationConfig,
+        *,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        team: Team | None = None,
     ) -> TransformersHost:
-        """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens."""
-        speculation.check(self.draft.config)
-        loaded = checkpoint.load(
-            self.source.draft,
-            target=self.source.target,
-            aux_layer_ids=self.source.aux_layer_ids,
-            convention=self.source.convention,
-            dtype=dtype,
-        )
-        model = hf_target.load_model(self.source.target, dtype=dtype, device=device)
+        """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens.
+
+        With a team: this rank's part of the target, and the draft on rank 0 alone.
+        """
+        with contextlib.nullcontext() if team is None else team.members.step("weights"):
+            speculation.check(self.draft.config)
+            model = hf_target.load_model(
+                self.source.target, dtype=dtype, device=device, num_ranks=1 if team is None else team.num_ranks
+            )
+            target = HookedTarget(model, self.aux_layer_ids, self.source.target)
+            weights = self._draft_weights(dtype) if team is None or team.drafts else None
         return TransformersHost(
-            HookedTarget(model, self.aux_layer_ids, self.source.target),
-            loaded.config,
-            loaded.weights,
+            target,
+            self.draft.config,
+            weights,
             aux_layer_ids=self.aux_layer_ids,
             speculation=speculation,
             limits=HostLimits(max_length=max_length),
+            team=team,
         )
+
+    def _draft_weights(self, dtype: torch.dtype) -> DraftWeights:
+        source = self.source
+        return checkpoint.load(
+            source.draft,
+            target=source.target,
+            aux_layer_ids=source.aux_layer_ids,
+            convention=source.convention,
+            dtype=dtype,
+        ).weights
 
     def _examine(self) -> checkpoint.Facts:
         source = self.source

@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 
-def bar(total: int, what: str) -> Any:
-    """A tqdm bar over `total` tokens; `update(n)` and use as a context manager."""
+def bar(total: int, what: str, *, shown: bool = True) -> Any:
+    """A tqdm bar over `total` tokens; `update(n)` and use as a context manager. Several ranks show only one."""
     return importlib.import_module("tqdm").tqdm(
-        total=total, desc=what, unit=" tokens", leave=False, disable=None, delay=0.5
+        total=total, desc=what, unit=" tokens", leave=False, disable=None if shown else True, delay=0.5
     )
