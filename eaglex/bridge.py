@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eaglex.config import EngineLimits, SpeculationConfig
-from eaglex.engine import DraftResults, LaneStatus, VerifyTensors, _extension, _fields, _fill, _speculation
+from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
+from eaglex.engine import (
+    DraftBatch,
+    DraftEngine,
+    DraftResults,
+    LaneStatus,
+    VerifyTensors,
+    _config,
+    _extension,
+    _fields,
+    _fill,
+    _speculation,
+)
 from eaglex.errors import BridgeError, ConfigError, EaglexError
+
+_log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -117,10 +131,33 @@ class Members:
         return f"{self._exchanges}/{rank}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """The way into a group on this host: where its memory is, which group that must be, and on which terms."""
+
+    address: str
+    identity: list[int]
+    terms: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone."""
+
+    deadline: float = 1.0
+    rejoin_after: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("deadline", 0.0), ("rejoin_after", 0.0)):
+            if not low < getattr(self, name) < float("inf"):
+                raise ConfigError(f"drafter {name}: expected > 0 and finite, got {getattr(self, name)}")
+
+
 class Bridge:
     """This rank's end. `results` are this rank's own, in host memory: sent from on rank 0, filled on the others.
 
-    Made by all ranks together. Raises BridgeError where they do not fit each other.
+    Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter. Raises BridgeError where
+    they do not fit each other.
     """
 
     def __init__(
@@ -132,6 +169,7 @@ class Bridge:
         vocab_size: int,
         results: DraftResults,
         deadline: float,
+        aux_width: int = 0,
     ) -> None:
         binary = _extension()
         self.rank, self.num_ranks = members.rank, members.num_ranks
@@ -143,25 +181,30 @@ class Bridge:
             num_nodes=results.num_nodes,
             drafted_for=results.drafted_for,
         )
-        fields = _fields(limits)
-        self._tensors.check(_speculation(binary, speculation), _fill(binary.EngineLimits(), **fields))
-        terms = _fill(
-            binary.BridgeTerms(),
-            num_ranks=self.num_ranks,
-            max_lanes=limits.max_batch,
-            num_draft_tokens=speculation.num_draft_tokens,
-            num_steps=speculation.num_steps,
-            num_slots=limits.num_slots,
-            vocab_size=vocab_size,
-        )
+        self._tensors.check(_speculation(binary, speculation), _fill(binary.EngineLimits(), **_fields(limits)))
+        terms = {
+            "num_ranks": self.num_ranks,
+            "max_lanes": limits.max_batch,
+            "num_draft_tokens": speculation.num_draft_tokens,
+            "num_steps": speculation.num_steps,
+            "num_slots": limits.num_slots,
+            "vocab_size": vocab_size,
+            "aux_width": aux_width,
+            "max_rows": limits.max_rows if aux_width else 0,
+        }
+        bound = _fill(binary.BridgeTerms(), **terms)
         with members.step("bridge"):
             if self.rank == 0:
                 identity = [secrets.randbits(64), secrets.randbits(64)]
-                self._group = binary.BridgeGroup.create(terms, identity)
-                members.gather("address", {"address": self._group.address, "id": identity})
+                self._group = binary.BridgeGroup.create(bound, identity)
+                mine = Invitation(address=self._group.address, identity=identity, terms=terms)
+                members.gather("address", dataclasses.asdict(mine))
+                self._invitation = mine
             else:
-                first = members.gather("address", None)[0]
-                self._group = binary.BridgeGroup.join(first["address"], terms, first["id"], self.rank)
+                self._invitation = Invitation(**members.gather("address", None)[0])
+                self._group = binary.BridgeGroup.join(
+                    self._invitation.address, bound, self._invitation.identity, self.rank
+                )
         self._bridge = binary.Bridge.shm(self._group, deadline=deadline)
         self._binary = binary
 
@@ -180,6 +223,14 @@ class Bridge:
         A rank that expects other slots or lengths than rank 0 has split from it: BridgeError, on all ranks.
         """
         return bool(self._bridge.receive(self._tensors, slots=list(slots), new_lens=list(new_lens)))
+
+    def invitation(self) -> Invitation:
+        """What a dedicated drafter joins with."""
+        return self._invitation
+
+    def generation(self) -> int:
+        """How many processes have joined as the dedicated drafter so far."""
+        return int(self._group.generation)
 
     def follower(self) -> Follower:
         """The `tree` step over this rank's results, for a rank without a draft."""
@@ -239,6 +290,89 @@ class Follower:
         fields["mask_mode"] = getattr(self._binary.MaskMode, out.mask_mode.name)
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         self._follower.tree(_fill(self._binary.VerifyTensors(), **fields, **ids))
+
+
+class DrafterClient:
+    """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. It raises for no drafter's fault."""
+
+    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
+        binary = self._binary = bridge._binary
+        self._results = bridge._tensors
+        self._client = binary.DrafterClient(
+            bridge._group,
+            config=_config(binary, config, 1.0),
+            speculation=_speculation(binary, bridge.speculation),
+            limits=_fill(binary.EngineLimits(), **_fields(bridge.limits)),
+            deadline=options.deadline,
+            rejoin_after=options.rejoin_after,
+        )
+
+    def draft(self, batch: DraftBatch) -> bool:
+        """One cycle, in host memory: whether drafts have come back by the deadline.
+
+        Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
+        """
+        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
+
+    def take_warnings(self) -> list[str]:
+        """What the user is to be told since the last call, at most one sentence per fall of the drafter."""
+        warning = str(self._client.take_warning())
+        return [warning] if warning else []
+
+    def counters(self) -> dict[str, int]:
+        """Falls of the drafter by kind (late, gone, refused, bad_reply, own_failure) and its `returns`."""
+        return {name: int(count) for name, count in self._client.counters().items()}
+
+
+class DrafterServer:
+    """The dedicated drafter's end; `engine` has its results in host memory."""
+
+    def __init__(self, group: Any, engine: DraftEngine) -> None:
+        binary = _extension()
+        self._group, self._engine = group, engine
+        self._server = binary.DrafterServer(group)
+        results = engine.results
+        self._results = _fill(
+            binary.FollowerTensors(),
+            draft_tokens=results.draft_tokens,
+            parents=results.parents,
+            num_nodes=results.num_nodes,
+            drafted_for=results.drafted_for,
+        )
+
+    def serve(self, wait: float) -> bool:
+        """Answer one request; False if none came within `wait` seconds. Raises BridgeError once rank 0 is gone."""
+        batch = self._server.next(wait)
+        if batch is None:
+            return False
+        try:
+            self._engine._engine.run(batch, 0)
+        except EaglexError as error:
+            _log.error("drafting failed: %s", error)
+            self._server.reply(self._results, draft=False)
+        else:
+            self._server.reply(self._results, draft=True)
+        return True
+
+
+def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServer:
+    """Join that group with this engine. Raises BridgeError where its sizes are not the group's; rank 0 then knows."""
+    binary = _extension()
+    if engine.device.type != "cpu":
+        raise ConfigError(f"dedicated drafter: expected an engine on the CPU for transport shm, got {engine.device}")
+    own = {
+        "num_draft_tokens": engine.speculation.num_draft_tokens,
+        "num_steps": engine.speculation.num_steps,
+        "num_slots": engine.limits.num_slots,
+        "max_lanes": engine.limits.max_batch,
+        "max_rows": engine.limits.max_rows,
+        "vocab_size": engine.config.vocab_size,
+        "aux_width": engine.config.num_aux * engine.config.target_hidden_size,
+    }
+    terms = _fill(binary.BridgeTerms(), **{**invitation.terms, **own})
+    rank = invitation.terms["num_ranks"]
+    group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
+    return DrafterServer(group, engine)
 
 
 def host_results(speculation: SpeculationConfig, limits: EngineLimits) -> DraftResults:

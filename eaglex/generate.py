@@ -92,6 +92,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=float, default=60.0, metavar="S",
         help="with torchrun: seconds after which a rank that does not come is lost (default 60)",
     )  # fmt: skip
+    add(
+        "--placement", choices=("rank0", "dedicated"), default="rank0",
+        help="with torchrun: where the draft runs, on rank 0 or in a process of its own (default rank0)",
+    )  # fmt: skip
+    add(
+        "--drafter-deadline", type=float, default=1.0, metavar="S",
+        help="seconds that a dedicated drafter has for a draft; later ones are not waited for (default 1)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eaglex.hosts import team as teams
 
     options = BridgeOptions(deadline=arguments.deadline)
-    if teams.num_ranks() == 1:
+    if teams.num_ranks() == 1 and arguments.placement == "rank0":
         return _run(arguments, None)
     with teams.Team(options) as team:
         said = {name: value for name, value in vars(arguments).items() if name != "run"}
@@ -115,11 +123,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, team: Team | None) -> int:
+    from eaglex.bridge import LinkOptions
     from eaglex.hosts.hf_target import check_split
     from eaglex.hosts.pair import DTYPES, choose_device
 
     with contextlib.nullcontext() if team is None else team.members.step("options"):
         speculation, chosen = _speculation(arguments), _chosen(arguments)
+        dedicated = None if arguments.placement == "rank0" else LinkOptions(deadline=arguments.drafter_deadline)
+        if dedicated is not None and speculation.sampling is Sampling.REJECTION:
+            raise ConfigError("placement: expected rank0 with rejection sampling, got dedicated")
         device = choose_device(arguments.device)
         dtype = DTYPES[arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
         text = _prompt(arguments) if team is None or team.drafts else ""
@@ -132,8 +144,8 @@ def _run(arguments: argparse.Namespace, team: Team | None) -> int:
     length = min(pair.context, len(ids) + chosen.max_new_tokens)
     if team is not None:
         device = team.start(device)
-    host = pair.load(speculation, max_length=length, device=device, dtype=dtype, team=team)
-    with contextlib.nullcontext() if team is None else team.guarded():
+    host = pair.load(speculation, max_length=length, device=device, dtype=dtype, team=team, dedicated=dedicated)
+    with contextlib.closing(host), contextlib.nullcontext() if team is None else team.guarded():
         done = _generate(arguments, host, pair, text, ids, chosen)
     if team is None or team.drafts:
         _tell(arguments, done, host)
@@ -383,6 +395,8 @@ def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -
         "sampling": arguments.sampling,
         "seed": arguments.seed,
         "num_ranks": 1 if host.team is None else host.team.num_ranks,
+        "placement": arguments.placement,
+        "bridge": host.slots.bridge_counters(),
         "transport": None if host.team is None or host.team.bridge is None else host.team.bridge.transport,
     }
 

@@ -29,7 +29,8 @@ class Bridge {
   virtual ~Bridge() = default;
 
   [[nodiscard]] virtual const char* transport() const noexcept = 0;
-  // Rank 0: the drafts of these requests, or that there are none, to all other ranks.
+  // Rank 0: the drafts of these requests, or that there are none, to all other ranks. Afterwards the results hold what
+  // was sent: rank 0 follows its own word like the others.
   virtual void push(const LaneList& lanes, const DraftResults& results, Verdict verdict, Stream stream) = 0;
   // The others: rank 0's word on these requests into this rank's own results.
   virtual Verdict receive(const LaneList& lanes, const DraftResults& results, Stream stream) = 0;
@@ -44,7 +45,8 @@ class DrafterClient {
  public:
   DrafterClient(Group& group, LinkTiming timing);
 
-  // One cycle: rows out, drafts into `results` (host memory, by request slot). kNoDraft where nothing came back in time,
+  // One cycle: rows out, drafts into `results` (host memory, by request slot), none for lanes that were not asked about.
+  // kNoDraft where nothing came back in time,
   // or nothing was worth asking.
   Verdict draft(const DraftBatch& batch, const DraftResults& results);
   [[nodiscard]] DrafterLink& link() { return link_; }

@@ -52,6 +52,9 @@ Verdict DrafterClient::draft(const DraftBatch& batch, const DraftResults& result
   std::vector<std::int64_t> slots, new_lens;
   for (int lane = 0; lane < batch.batch; ++lane) {
     const std::int64_t slot = batch.req_pool_indices[lane];
+    expect_range("req_pool_indices", slot, 0, group_.terms().num_slots - 1);
+    results.num_nodes[slot] = 0;
+    results.drafted_for[slot] = -1;
     if (link_.covers(slot, batch.seq_lens[lane])) {
       wanted.push_back(lane);
       slots.push_back(slot);

@@ -26,6 +26,9 @@ class ShmBridge final : public Bridge {
     for (std::int32_t i = 0; i < lanes.count; ++i) {
       pack_lane(source, lanes.slots[i], lanes.new_lens[i], verdict, message.lanes + i,
                 message.nodes + static_cast<std::ptrdiff_t>(i) * shape.num_drafted);
+      // Rank 0 itself must verify what it has sent and nothing else: an older draft for the same length may lie there.
+      unpack_lane(message.lanes[i], message.nodes + static_cast<std::ptrdiff_t>(i) * shape.num_drafted,
+                  shape.num_drafted, results);
     }
     group_.messages().publish(shape.bytes(count));
     ++counters_.pushed;

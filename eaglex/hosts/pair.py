@@ -11,10 +11,13 @@ import torch
 
 from eaglex import checkpoint
 from eaglex.aux_layers import AuxConvention
-from eaglex.config import SpeculationConfig
+from eaglex.bridge import Invitation, LinkOptions
+from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.drafter import Job
 from eaglex.engine import _extension
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts import hf_target
+from eaglex.hosts.dedicated import DedicatedPlan
 from eaglex.hosts.hf_target import HookedTarget, TargetFacts
 from eaglex.hosts.team import Team
 from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
@@ -69,10 +72,11 @@ class Pair:
         device: torch.device,
         dtype: torch.dtype,
         team: Team | None = None,
+        dedicated: LinkOptions | None = None,
     ) -> TransformersHost:
         """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens.
 
-        With a team: this rank's part of the target, and the draft on rank 0 alone.
+        With a team: this rank's part of the target, and the draft on rank 0 alone, or in a `dedicated` process.
         """
         with contextlib.nullcontext() if team is None else team.members.step("weights"):
             speculation.check(self.draft.config)
@@ -80,7 +84,8 @@ class Pair:
                 self.source.target, dtype=dtype, device=device, num_ranks=1 if team is None else team.num_ranks
             )
             target = HookedTarget(model, self.aux_layer_ids, self.source.target)
-            weights = self._draft_weights(dtype) if team is None or team.drafts else None
+            here = team is None or (team.drafts and dedicated is None)
+            weights = self._draft_weights(dtype) if here else None
         return TransformersHost(
             target,
             self.draft.config,
@@ -89,7 +94,30 @@ class Pair:
             speculation=speculation,
             limits=HostLimits(max_length=max_length),
             team=team,
+            dedicated=None if dedicated is None else self._plan(speculation, dedicated, dtype),
         )
+
+    def _plan(self, speculation: SpeculationConfig, options: LinkOptions, dtype: torch.dtype) -> DedicatedPlan:
+        source = self.source
+
+        def job(invitation: Invitation, limits: EngineLimits, max_length: int) -> str:
+            return Job(
+                invitation=invitation,
+                target=source.target,
+                draft=source.draft,
+                aux_layer_ids=None if source.aux_layer_ids is None else list(source.aux_layer_ids),
+                convention=None if source.convention is None else source.convention.value,
+                dtype=str(dtype).removeprefix("torch."),
+                device="cpu",
+                num_steps=speculation.num_steps,
+                topk=speculation.topk,
+                num_draft_tokens=speculation.num_draft_tokens,
+                max_batch=limits.max_batch,
+                max_rows=limits.max_rows,
+                max_length=max_length,
+            ).to_json()
+
+        return DedicatedPlan(job=job, options=options)
 
     def _draft_weights(self, dtype: torch.dtype) -> DraftWeights:
         source = self.source

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglex.config import DraftConfig, Sampling, SpeculationConfig
+from eaglex.config import DraftConfig, EngineLimits, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts.acceptance import Acceptor
+from eaglex.hosts.dedicated import DedicatedPlan, DedicatedSlots
 from eaglex.hosts.draft_slots import DraftRows, DraftSlots, tree_of
 from eaglex.hosts.hf_target import HookedTarget
-from eaglex.hosts.shared_slots import ReceivingSlots, SendingSlots
+from eaglex.hosts.shared_slots import Link, ReceivingSlots, SendingSlots
 from eaglex.hosts.statistics import Phases, Statistics
 from eaglex.hosts.team import Team
 from eaglex.reference import Accepted, VerifyTree
@@ -101,6 +102,7 @@ class Output:
         return count / self.decode_seconds if count and self.decode_seconds > 0 else 0.0
 
 
+Slots = DraftSlots | SendingSlots | DedicatedSlots | ReceivingSlots
 OnTokens = Callable[[int, list[int]], None]
 
 
@@ -141,8 +143,8 @@ class TransformersHost:
     """Generates with `target`, drafted for by an EAGLE-3 head; emits what the target alone would have.
 
     With a `team` the target runs on all its ranks, each with a host of its own that makes the same calls; `weights` are
-    rank 0's alone, which drafts and decides. Raises ConfigError where draft and target do not fit, before anything is
-    allocated, and BridgeError where the ranks do not.
+    rank 0's alone, which drafts and decides; or nobody's, with a `dedicated` drafter. Raises ConfigError where draft
+    and target do not fit, before anything is allocated, and BridgeError where the ranks do not.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class TransformersHost:
         speculation: SpeculationConfig,
         limits: HostLimits | None = None,
         team: Team | None = None,
+        dedicated: DedicatedPlan | None = None,
     ) -> None:
         limits = limits or HostLimits()
         target.facts.check_draft(config, aux_layer_ids)
@@ -164,28 +167,45 @@ class TransformersHost:
         self.team = team
         if team is not None:
             target.around = team.collective
-        self.slots = self._make_slots(config, weights)
+        self.slots: Slots = self._make_slots(config, weights, dedicated)
 
-    def _make_slots(self, config: DraftConfig, weights: DraftWeights | None) -> DraftSlots | ReceivingSlots:
-        team, limits, speculation = self.team, self.limits, self.speculation
-        if team is not None and not team.drafts:
-            return ReceivingSlots(
-                config, speculation=speculation, max_batch=limits.max_batch, device=self.target.device, team=team
+    def close(self) -> None:
+        """End what runs beside this process: a dedicated drafter."""
+        self.slots.close()
+
+    def _make_slots(
+        self, config: DraftConfig, weights: DraftWeights | None, dedicated: DedicatedPlan | None
+    ) -> Slots:
+        team, speculation, device, max_batch = self.team, self.speculation, self.target.device, self.limits.max_batch
+        chunk = min(self.limits.prompt_chunk, self.context)
+        limits = EngineLimits(
+            max_batch=max_batch,
+            max_rows=max(max_batch * speculation.num_draft_tokens, chunk),
+            num_slots=max_batch + 1,
+        )
+        if team is not None:
+            link = Link(
+                team=team,
+                speculation=speculation,
+                limits=limits,
+                vocab_size=config.vocab_size,
+                aux_width=0 if dedicated is None else config.num_aux * config.target_hidden_size,
             )
+            if not team.drafts:
+                return ReceivingSlots(link, device)
+            if dedicated is not None:
+                return DedicatedSlots(config, link, plan=dedicated, max_length=self.context, device=device)
         assert weights is not None
-        kind = DraftSlots if team is None else SendingSlots
-        slots = kind(
+        drafting = DraftSlots(
             config,
             weights,
             speculation=speculation,
-            max_batch=limits.max_batch,
+            max_batch=max_batch,
             max_length=self.context,
-            device=self.target.device,
-            max_rows=max(limits.max_batch * speculation.num_draft_tokens, min(limits.prompt_chunk, self.context)),
+            device=device,
+            max_rows=limits.max_rows,
         )
-        if team is not None and isinstance(slots, SendingSlots):
-            slots.join(team)
-        return slots
+        return drafting if team is None else SendingSlots(drafting, link)
 
     def decide(self, choose: Callable[[], Accepted]) -> Accepted:
         """What `choose` says; with a team, what rank 0's says, on all ranks."""
@@ -330,7 +350,7 @@ class _Call:
         """What the target's logits [N, V] accept of this tree."""
         chain = None
         if self.speculation.sampling is Sampling.REJECTION:
-            assert isinstance(self.slots, DraftSlots)
+            assert isinstance(self.slots, (DraftSlots, SendingSlots))
             chain = self.slots.chain(request.slot, request.length)
         return request.acceptor.accept(tree, logits, chain)
 
@@ -353,6 +373,8 @@ class _Call:
             return
         try:
             self.slots.run(batch)
+            for warning in self.slots.take_warnings():
+                self.warn(warning)
         except DeviceError as error:
             self.drafter_works = False
             self.warn(f"the drafter failed, going on without speculation: {error}")
