@@ -105,26 +105,30 @@ class Members:
         self._post(value)
         keys = [self._key(rank) for rank in range(self.num_ranks)]
         self._exchanges += 1
-        self._wait(name, keys)
-        found: list[dict[str, Any]] = [json.loads(self._store.get(key)) for key in keys]
+        found: list[dict[str, Any]] = [json.loads(text) for text in self._wait(name, keys)]
         for rank, theirs in enumerate(found):
             if "error" in theirs:
                 raise BridgeError(f"{name}: expected success on all ranks, got on rank {rank}: {theirs['error']}")
         return found
 
-    def _wait(self, name: str, keys: list[str]) -> None:
+    def _wait(self, name: str, keys: list[str]) -> list[bytes]:
         try:
             self._store.wait(keys, datetime.timedelta(seconds=self.deadline))
+            return [self._store.get(key) for key in keys]
         except RuntimeError as error:  # of torch.distributed: DistStoreError, DistNetworkError
             try:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             except RuntimeError:
                 missing = []
-            who = f"none from rank {', '.join(map(str, missing))}" if missing else f"the store's {error}"
+            reason = next(iter(str(error).strip().splitlines()), "")
+            who = f"none from rank {', '.join(map(str, missing))}" if missing else f"an end of the store: {reason}"
             raise BridgeError(f"{name}: expected word from all ranks within {self.deadline:g} s, got {who}") from error
 
     def _post(self, value: dict[str, Any]) -> None:
-        self._store.set(self._key(self.rank), json.dumps(value))
+        try:
+            self._store.set(self._key(self.rank), json.dumps(value))
+        except RuntimeError as error:
+            raise BridgeError(f"rank {self.rank}: expected to reach the ranks' store, got {error}") from error
 
     def _key(self, rank: int) -> str:
         # By count alone: a rank that fails does so in place of its next exchange, whatever that is called.
@@ -293,7 +297,7 @@ class Follower:
 
 
 class DrafterClient:
-    """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. It raises for no drafter's fault."""
+    """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. No drafter's fault raises."""
 
     def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
         binary = self._binary = bridge._binary

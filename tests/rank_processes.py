@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+import torch.distributed as dist
 
 # Machines that run tests beside other work are slow; a hang is found by the deadlines that are tested, not by this.
 PATIENCE = 100
@@ -26,18 +27,14 @@ class Ended:
     seconds: float
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 class Ranks:
     """`count` processes that run body(rank), the exit code. Killed on exit, in whatever state they are."""
 
     def __init__(self, count: int, body: Callable[[int], int], folder: Path) -> None:
         self.folder, self.begun = folder, time.monotonic()
-        port = str(free_port())
+        # As torchrun's agent does: the store outlives every rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = str(self._store.port)
         self.processes = [self._start(rank, count, port, body) for rank in range(count)]
 
     def __enter__(self) -> Ranks:
@@ -84,6 +81,7 @@ class Ranks:
                 "WORLD_SIZE": str(count),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             code = body(rank)
         except BaseException:

@@ -87,7 +87,7 @@ COMMON_MODULES = {"eaglex", "torch", "safetensors", "huggingface_hub"}
 EXTRA_MODULES = {
     "eaglex/observe.py": {"prometheus_client"},
     "eaglex/hosts/transformers.py": {"transformers", "tokenizers", "accelerate"},
-    "eaglex/hosts/hf_target.py": {"transformers"},
+    "eaglex/hosts/hf_target.py": {"transformers", "accelerate"},
     "eaglex/hosts/progress.py": {"tqdm"},
     "eaglex/hosts/sglang/": {"numpy", "transformers"},
     "eaglex/hosts/sglang/compat.py": {"sglang", "packaging"},

@@ -13,6 +13,7 @@ class ShmBridge final : public Bridge {
   void push(const LaneList& lanes, const DraftResults& results, Verdict verdict, Stream /*stream*/) override {
     const Terms& terms = group_.terms();
     expect(group_.rank() == 0, ErrorCode::kBridge, "push", "rank 0", group_.rank());
+    group_.check();
     expect_range("push lanes", lanes.count, 1, terms.max_lanes);
     for (std::int32_t i = 0; i < lanes.count; ++i) expect_range("push slot", lanes.slots[i], 0, terms.num_slots - 1);
     const std::span<std::byte> out = group_.messages().reserve(Clock::now() + deadline_, [this] { watch_readers(); });
@@ -39,6 +40,7 @@ class ShmBridge final : public Bridge {
     const int rank = group_.rank();
     const Terms& terms = group_.terms();
     expect(rank > 0, ErrorCode::kBridge, "receive", "a rank above 0", rank);
+    group_.check();
     expect_range("receive lanes", lanes.count, 1, terms.max_lanes);
     const std::span<const std::byte> in =
         group_.messages().next(rank - 1, Clock::now() + deadline_, [this] { watch_rank0(); });
