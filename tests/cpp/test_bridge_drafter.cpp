@@ -18,7 +18,7 @@ using State = DrafterLink::State;
 namespace {
 
 constexpr GroupId kId = {0xabc, 0xdef};
-constexpr LinkTiming kTiming = {150ms, 100ms};
+constexpr LinkTiming kTiming = {600ms, 100ms};  // the machine may be busy
 constexpr int kWidth = 5;
 
 Terms terms() {
