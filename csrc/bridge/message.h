@@ -4,8 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/tree.h"
+
+// A constexpr function runs on a device as it is; one that reads memory as another type cannot be constexpr.
+#ifdef __CUDACC__
+#define EAGLEX_HOST_DEVICE __host__ __device__
+#else
+#define EAGLEX_HOST_DEVICE
+#endif
 
 namespace eaglex::bridge {
 
@@ -57,7 +65,7 @@ struct MessageView {
   template <typename T>
   using Pointer = std::conditional_t<std::is_const_v<Byte>, const T*, T*>;
 
-  MessageView(Byte* bytes, const MessageShape& shape, std::uint32_t num_lanes)
+  EAGLEX_HOST_DEVICE MessageView(Byte* bytes, const MessageShape& shape, std::uint32_t num_lanes)
       : header(reinterpret_cast<Pointer<MessageHeader>>(bytes)),
         lanes(reinterpret_cast<Pointer<MessageLane>>(bytes + shape.lanes_at())),
         nodes(reinterpret_cast<Pointer<MessageNode>>(bytes + shape.nodes_at(num_lanes))) {}

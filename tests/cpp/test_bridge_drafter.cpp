@@ -281,7 +281,10 @@ TEST_CASE("made for something else") {
   CHECK(world.warnings[0].find(expected) != std::string::npos);
   const auto right = world.drafter();
   std::this_thread::sleep_for(kTiming.rejoin_after);
-  CHECK(world.request(1) == "+++");
+  const std::string drafted = world.request(1);
+  INFO(world.warnings.back());
+  CHECK(drafted == "+++");
+  CHECK(world.faults() == 1);
 }
 
 TEST_CASE("of another group: it does not get in, and rank 0 need not know") {
