@@ -96,8 +96,8 @@ class Members:
         """What all ranks must get through; where one does not, all raise. Its own error stays its own."""
         try:
             yield
-        except EaglexError as error:
-            self._post({"error": str(error)})
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            self._post({"error": str(error) or type(error).__name__})
             raise
         self.gather(name, None)
 

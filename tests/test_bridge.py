@@ -54,14 +54,15 @@ def test_agree_names_the_field_and_the_rank():
     assert all(isinstance(error, BridgeError) for error in found)
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_all():
+@pytest.mark.parametrize("kind", [ConfigError, MemoryError])
+def test_a_step_that_fails_on_one_rank_fails_on_all(kind):
     def body(members):
         with members.step("weights"):
             if members.rank == 1:
-                raise ConfigError("path: expected a folder, got none")
+                raise kind("path: expected a folder, got none")
 
     found = on_ranks(3, body)
-    assert isinstance(found[1], ConfigError)
+    assert isinstance(found[1], kind)
     expected = "weights: expected success on all ranks, got on rank 1: path: expected a folder, got none"
     assert [str(found[0]), str(found[2])] == [expected] * 2
 

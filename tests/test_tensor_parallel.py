@@ -12,7 +12,7 @@ import pytest
 import transformers
 from rank_processes import Ranks
 
-from eaglex import bridge
+from eaglex import bridge, generate
 from eaglex.cli import main
 from eaglex.errors import ConfigError
 from eaglex.hosts import hf_target, team
@@ -88,6 +88,19 @@ def test_every_number_of_ranks(pair, alone, capsys, tmp_path, count, options):
     assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * count
     check_same(json.loads(ended[0].out), expected, count)
     assert [rank.out for rank in ended[1:]] == [""] * (count - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (generate.PAIR / "draft" / "config.json").exists(), reason="models/tiny is not there")
+def test_the_repositorys_pair_on_eight_ranks(capsys, tmp_path):
+    options = ["generate", "--json", "--check", "--no-baseline", "--prompt", "import os\nimport re\n"]
+    options += ["--max-new-tokens", "24"]
+    assert main(options) == 0
+    expected = json.loads(capsys.readouterr().out)
+    with Ranks(8, lambda rank: main(options), tmp_path) as ranks:
+        ended = ranks.wait()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 8
+    check_same(json.loads(ended[0].out), expected, 8)
 
 
 @pytest.mark.parametrize("how", [TREE, ["--sampling", "rejection"]], ids=["tree", "rejection"])
@@ -215,7 +228,7 @@ def test_a_lost_rank_ends_all_by_name(pair, tmp_path, number, place, victim):
         assert rank.err.count("\n") == 1, rank.err
     lost = float((tmp_path / "lost").read_text()) - ranks.begun
     allowed = 1 if number == signal.SIGKILL else DEADLINE + 1
-    leaving = 2  # the interpreter's own end
+    leaving = 4  # the interpreter's own end
     assert max(rank.seconds for rank in ended) - lost < allowed + leaving
 
 
