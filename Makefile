@@ -1,4 +1,4 @@
-# `make test` sets everything up from nothing and runs all checks; `make help` lists the rest.
+# `make demo` and `make test` set everything up from nothing; `make help` lists the rest.
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
@@ -25,13 +25,16 @@ BUILD = build/$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)'
 CXX_FILES = $(sort $(foreach e,h cpp cu cuh,$(shell find csrc bench tests/cpp tests/emulator -name '*.$(e)' 2>/dev/null)))
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help test build lint format tidy ctest pytest cuda stubs clean
+.PHONY: help test demo build lint format tidy ctest pytest cuda stubs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
 
 test: build lint ctest pytest  ## set up, build, lint, C++ tests, Python tests
+
+demo: build  ## set up, build, and speculate on a text with the repository's pair of models
+	$(PY) -m eaglex generate --check </dev/null
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "eaglex: Python 3.11 or 3.12 with the venv module is needed; set PYTHON=..."; exit 1; }

@@ -72,11 +72,13 @@ target_compile_options(eaglex_cuda_options INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-lineinfo;-Xcompiler=-Wall,-Wextra>")
 target_link_libraries(eaglex_cuda_options INTERFACE CUDA::cudart_static)
 
-# Headers that come as Python wheels (DESIGN: no git submodules). All are optional here; a source that needs one checks
-# with __has_include. An isolated pip build does not see the environment's wheels: there, pass the folders by hand.
+# Headers that come as Python wheels (DESIGN: no git submodules). All are optional: without CUTLASS long prompts take the
+# plain kernel, a source that needs NCCL checks with __has_include. An isolated pip build does not see the environment's
+# wheels: there, pass the folders by hand.
 set(EAGLEX_CUTLASS_INCLUDE_DIR "" CACHE PATH "Folder that holds cutlass/cutlass.h; empty: ask the nvidia-cutlass wheel")
 set(EAGLEX_NCCL_INCLUDE_DIR "" CACHE PATH "Folder that holds nccl.h; empty: ask the nvidia-nccl-cu12 or -cu13 wheel")
-function(eaglex_wheel_headers given package subfolder header)
+function(eaglex_wheel_headers found given package subfolder header)
+  set(${found} OFF PARENT_SCOPE)
   set(folder "${given}")
   if(NOT folder)
     execute_process(COMMAND "${Python_EXECUTABLE}" -c
@@ -87,11 +89,13 @@ function(eaglex_wheel_headers given package subfolder header)
   if(EXISTS "${folder}/${header}")
     message(STATUS "eaglex: ${header} from ${folder}")
     target_include_directories(eaglex_cuda_options SYSTEM INTERFACE "${folder}")
+    set(${found} ON PARENT_SCOPE)
   elseif(given)
     message(FATAL_ERROR "eaglex: expected ${header} in '${given}'")
   else()
     message(STATUS "eaglex: ${header} not found (optional)")
   endif()
 endfunction()
-eaglex_wheel_headers("${EAGLEX_CUTLASS_INCLUDE_DIR}" cutlass_library source/include cutlass/cutlass.h)
-eaglex_wheel_headers("${EAGLEX_NCCL_INCLUDE_DIR}" nvidia.nccl include nccl.h)
+eaglex_wheel_headers(EAGLEX_CUTLASS_FOUND
+  "${EAGLEX_CUTLASS_INCLUDE_DIR}" cutlass_library source/include cutlass/cutlass.h)
+eaglex_wheel_headers(EAGLEX_NCCL_FOUND "${EAGLEX_NCCL_INCLUDE_DIR}" nvidia.nccl include nccl.h)

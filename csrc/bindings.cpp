@@ -5,7 +5,7 @@
 // BatchTensors,
 //                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with
 //                 __dlpack__ whose memory outlives the capsule).
-// Python calls:   DraftEngine(device, …).enqueue / run / tree; build_info().
+// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -80,10 +80,11 @@ DType torch_dtype(py::handle dtype) {
   for (const auto& [text, type] : {std::pair{"torch.float32", DType::kF32}, std::pair{"torch.float16", DType::kF16},
                                    std::pair{"torch.bfloat16", DType::kBF16}, std::pair{"torch.int32", DType::kI32},
                                    std::pair{"torch.int64", DType::kI64}, std::pair{"torch.uint8", DType::kU8},
-                                   std::pair{"torch.bool", DType::kU8}}) {
+                                   std::pair{"torch.bool", DType::kU8}, std::pair{"torch.float8_e4m3fn", DType::kF8}}) {
     if (name == text) return known[dtype.ptr()] = type;
   }
-  eaglex::fail(ErrorCode::kShape, "expected float32, float16, bfloat16, int32, int64, uint8 or bool, got ", name);
+  eaglex::fail(ErrorCode::kShape,
+               "expected float32, float16, bfloat16, float8_e4m3fn, int32, int64, uint8 or bool, got ", name);
 }
 
 TensorView borrow_torch(py::handle object) {
@@ -153,6 +154,29 @@ void assign(std::vector<TensorView>& to, py::handle value, const std::string& fi
   to = std::move(views);
 }
 
+// A tensor or None, or an object with `values` and `scales` (eaglex.packed.PackedWeight); values in bytes are int4.
+void assign(eaglex::Matrix& to, py::handle value, const std::string& field) {
+  eaglex::Matrix matrix;
+  if (!py::hasattr(value, "scales")) {
+    assign(static_cast<TensorView&>(matrix), value, field);
+  } else {
+    assign(static_cast<TensorView&>(matrix), value.attr("values"), field + ".values");
+    assign(matrix.scales, value.attr("scales"), field + ".scales");
+    if (matrix.dtype == DType::kU8 && matrix.rank == 2) {
+      matrix.dtype = DType::kI4;
+      matrix.shape[1] *= 2;
+      matrix.stride = {matrix.stride[0] * 2, matrix.stride[1]};
+    }
+  }
+  to = matrix;
+}
+
+std::string show(const eaglex::Matrix& matrix) {
+  return matrix.packed() ? eaglex::describe(matrix) + " with scales " + eaglex::describe(matrix.scales)
+         : matrix        ? eaglex::describe(matrix)
+                         : "None";
+}
+
 std::string show(const TensorView& view) {
   return view ? eaglex::describe(view) : "None";
 }
@@ -220,7 +244,8 @@ void bind_configs(py::module_& m) {
       EAGLEX_FIELD(DraftConfig, embedding_norm);
   py::class_<SpeculationConfig>(m, "SpeculationConfig").def(py::init<>())
       EAGLEX_FIELD(SpeculationConfig, num_steps) EAGLEX_FIELD(SpeculationConfig, topk)
-      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling);
+      EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling)
+      EAGLEX_FIELD(SpeculationConfig, stop_score);
   py::class_<EngineLimits>(m, "EngineLimits").def(py::init<>())
       EAGLEX_FIELD(EngineLimits, max_batch) EAGLEX_FIELD(EngineLimits, max_rows) EAGLEX_FIELD(EngineLimits, num_slots);
 }
@@ -285,6 +310,7 @@ void bind_engine(py::module_& m) {
           },
           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"),
           py::arg("limits"), py::arg("weights"), py::arg("tensors"))
+      .def("warm_up", &DraftEngine::warm_up, py::call_guard<py::gil_scoped_release>())
       .def(
           "enqueue",
           [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
@@ -303,6 +329,12 @@ void bind_engine(py::module_& m) {
             self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reads_original",
+          [](const DraftEngine& self, std::uintptr_t matrix) {
+            return self.reads_original(reinterpret_cast<const void*>(matrix));  // NOLINT
+          },
+          py::arg("matrix"))
       .def_property_readonly("backend_name", &DraftEngine::backend_name)
       .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
 }
@@ -345,14 +377,20 @@ PYBIND11_MODULE(_C, m) {
 #else
   static constexpr bool kCuda = false;
 #endif
+#ifdef EAGLEX_WITH_CUTLASS
+  static constexpr bool kCutlass = true;
+#else
+  static constexpr bool kCutlass = false;
+#endif
   m.def(
       "build_info",
       [] {
         py::typing::Dict<py::str, py::object> info;
         info["cuda"] = py::bool_(kCuda);
+        info["cutlass"] = py::bool_(kCutlass);
         info["compiler"] = py::str(__VERSION__);
         info["version"] = py::str(EAGLEX_VERSION);
         return info;
       },
-      "What this extension was built with: cuda (bool), compiler and eaglex's version (str).");
+      "What this extension was built with: cuda and cutlass (bool), compiler and eaglex's version (str).");
 }

@@ -71,8 +71,8 @@ def resolve(
     """Find the ids (argument, config, default), decide their convention and check them against the target's layers.
 
     An id equal to the number of layers cannot be an output id: it is the input of a layer that does not exist, the
-    last layer's output in front of the final norm. It proves that the whole list is capture-before (gpt-oss-120b v3:
-    [24, 30, 36] of 36).
+    last layer's output in front of the final norm. In a config it proves that the whole list is capture-before
+    (gpt-oss-120b v3: [24, 30, 36] of 36). In an argument it is a mistake: whoever passes ids says which kind they are.
     """
     ids, origin, field, notes = (
         _written(config, speculators) if argument is None else (list(argument), "argument", "aux_layer_ids", [])
@@ -90,7 +90,7 @@ def resolve(
             f"got {shown(ids)}"
         )
     read_as = convention or CONVENTIONS[origin]
-    if convention is None and num_target_layers in ids and read_as is AuxConvention.OUTPUT:
+    if convention is None and argument is None and num_target_layers in ids and read_as is AuxConvention.OUTPUT:
         read_as = AuxConvention.CAPTURE_BEFORE
         notes.append(
             f"aux layer id {num_target_layers} of a target with {num_target_layers} layers: the ids are read as "

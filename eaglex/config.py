@@ -185,12 +185,18 @@ class SpeculationConfig:
     `num_steps` K is the depth of the tree, `topk` k the branches taken per step, `num_draft_tokens` N the nodes that
     the target verifies, root (the bonus token) included. A chain is topk 1 with N = K + 1. K = 0 is plain decoding: the
     draft's K and V are kept up to date, nothing is drafted, N is 1.
+
+    `stop_below` ends a request's draft early: after the first step whose best node has a cumulative probability below
+    it (as the draft model sees it), the rest of the K steps is not drafted; what was drafted is kept, so there are
+    fewer nodes. 0 never stops. A request's draft does not depend on the others in its batch; time is saved once all of
+    them have stopped.
     """
 
     num_steps: int
     topk: int = 1
     num_draft_tokens: int = 0
     sampling: Sampling = Sampling.GREEDY
+    stop_below: float = 0.0
 
     MAX_STEPS: ClassVar[int] = 16
     MAX_TOPK: ClassVar[int] = 16
@@ -212,11 +218,18 @@ class SpeculationConfig:
             )
         if self.sampling is Sampling.REJECTION and self.topk != 1:
             _fail("topk", "1 with rejection sampling", self.topk)
+        if not 0 <= self.stop_below < 1:
+            _fail("stop_below", "in [0, 1)", self.stop_below)
 
     @property
     def num_candidates(self) -> int:
         """Scored nodes of one cycle before re-ranking: k for the first step, k² for each later one."""
         return self.topk + (self.num_steps - 1) * self.topk**2 if self.num_steps else 0
+
+    @property
+    def stop_score(self) -> float:
+        """`stop_below` as a log-probability."""
+        return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
 
     def check(self, config: DraftConfig) -> None:
         """Raise ConfigError where these steps cannot run on that draft model."""

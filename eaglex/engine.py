@@ -19,6 +19,7 @@ from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
 
 if TYPE_CHECKING:
+    from eaglex.packed import Weight
     from eaglex.weights import DraftWeights
 
 
@@ -31,6 +32,7 @@ class LaneStatus(enum.IntEnum):
     NO_ROOM = 3
     NOT_FINITE = 4
     BAD_INDEX = 5
+    STOPPED = 6  # drafted, but fewer steps than K: SpeculationConfig.stop_below
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -138,7 +140,9 @@ class DraftEngine:
 
     `req_to_token` [num_slots, max_context] int32 maps a request's positions to KV slots (< 0: no K and V there, not
     attended to); `draft_k`, `draft_v` hold per layer [num_kv_slots, num_kv_heads, head_dim] in float32, float16 or
-    bfloat16. The engine is the only writer of the latter; all three are borrowed. Raises ConfigError, ShapeError,
+    bfloat16. The engine is the only writer of the latter; all three are borrowed, and so are the weights. Where the
+    engine keeps matrices in an order of its own, it lets go of those that it does not read again: their memory is
+    free once the caller has dropped them too. Raises ConfigError, ShapeError,
     DeviceError, before memory is taken. For one thread at a time.
     """
 
@@ -181,9 +185,26 @@ class DraftEngine:
         self._binary = binary
         # The tensors themselves, not the caller's lists and dataclasses, which the caller may change.
         results = _fields(self.results).values()
-        self._bound = (*dict(weights.named()).values(), inv_freq, req_to_token, *draft_k, *draft_v, *results)
+        # embed_tokens always: it may be the same memory as lm_head.
+        matrices = [
+            weight
+            for name, weight in weights.named()
+            if name == "embed_tokens"
+            or not isinstance(weight, Tensor)
+            or self._engine.reads_original(weight.data_ptr())
+        ]
+        self._bound = (*matrices, inv_freq, req_to_token, *draft_k, *draft_v, *results)
         self._kept_batches: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
         self._kept_trees: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
+
+    def warm_up(self) -> None:
+        """To be called by a host at its start, as the model is loaded: capture the graphs of all batch sizes.
+
+        Without it the first `run` does this, which then takes as long as some hundred cycles and allocates. Memory and
+        seconds are the same either way. Must not be called while a stream of this thread is being captured; a second
+        call does nothing. Raises DeviceError.
+        """
+        self._engine.warm_up()
 
     def enqueue(self, batch: DraftBatch, stream: int = 0) -> None:
         """One cycle as raw launches on `stream` (a cudaStream_t as int; 0 the default stream), capturable by a host."""
@@ -271,6 +292,8 @@ def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:
 def _speculation(binary: Any, speculation: SpeculationConfig) -> Any:
     values = _fields(speculation)
     values["sampling"] = getattr(binary.Sampling, speculation.sampling.name)
+    del values["stop_below"]
+    values["stop_score"] = speculation.stop_score
     return _fill(binary.SpeculationConfig(), **values)
 
 
@@ -292,5 +315,5 @@ def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
     )
 
 
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.detach()
+def _plain(weight: Weight | None) -> Weight | None:
+    return weight.detach() if isinstance(weight, Tensor) else weight

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import eaglex
 from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
+from eaglex.packed import DraftQuant
 
 if TYPE_CHECKING:
     from eaglex.hosts.pair import Pair
@@ -56,7 +57,7 @@ class Run:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    from eaglex.cli import _ids
+    from eaglex.cli import QUANT_HELP, _ids, _quant
 
     add = parser.add_argument
     add("--target", metavar="PATH", help="target model: folder or Hub id (default: the repository's models/tiny)")
@@ -74,6 +75,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--num-draft-tokens", type=int, metavar="N",
         help=f"nodes that the target verifies, root included (default K + 1; with branches up to {TREE_TOKENS})",
     )  # fmt: skip
+    add(
+        "--stop-below", type=float, default=0.0, metavar="P",
+        help="end a draft once the draft model gives its best node less than this probability (default 0: never)",
+    )  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default 0)")
     add(
         "--sampling", choices=("target-only", "rejection"), default="target-only",
@@ -83,6 +88,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="M", help="default 128")
     add("--aux-layer-ids", type=_ids, metavar="I,J,K", help="use these layers instead of those of the draft's config")
     add("--convention", choices=("output", "capture_before"), help="how layer ids are written")
+    add("--draft-quant", metavar="P", type=_quant, help=QUANT_HELP)
+    add(
+        "--hot-vocab", metavar="N|FILE|N:FILE",
+        help="keep the N most frequent tokens of the draft's head by a ranking of eaglex hot-vocab (default file: "
+        "hot_vocab.json beside the draft; default N: all tokens that the ranking has seen)",
+    )  # fmt: skip
     add("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if this build can use it)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32 on a CPU, bfloat16 on a GPU")
     add("--check", action="store_true", help="fail unless transformers' own greedy generate gives the same tokens")
@@ -117,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     if teams.num_ranks() == 1 and arguments.placement == "rank0":
         return _run(arguments, None)
     with teams.Team(options) as team:
-        said = {name: value for name, value in vars(arguments).items() if name != "run"}
+        said = {name: _plain(value) for name, value in vars(arguments).items() if name != "run"}
         team.members.agree("options", {"eaglex": eaglex.__version__, **said})
         return _run(arguments, team)
 
@@ -130,8 +141,8 @@ def _run(arguments: argparse.Namespace, team: Team | None) -> int:
     with contextlib.nullcontext() if team is None else team.members.step("options"):
         speculation, chosen = _speculation(arguments), _chosen(arguments)
         dedicated = None if arguments.placement == "rank0" else LinkOptions(deadline=arguments.drafter_deadline)
-        if dedicated is not None and speculation.sampling is Sampling.REJECTION:
-            raise ConfigError("placement: expected rank0 with rejection sampling, got dedicated")
+        if dedicated is not None:
+            _check_dedicated(arguments, speculation)
         device = choose_device(arguments.device)
         dtype = DTYPES[arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
         text = _prompt(arguments) if team is None or team.drafts else ""
@@ -145,11 +156,27 @@ def _run(arguments: argparse.Namespace, team: Team | None) -> int:
     if team is not None:
         device = team.start(device)
     host = pair.load(speculation, max_length=length, device=device, dtype=dtype, team=team, dedicated=dedicated)
+    for note in pair.notes if team is None or team.drafts else ():
+        print(f"eaglex: {note}", file=sys.stderr)
     with contextlib.closing(host), contextlib.nullcontext() if team is None else team.guarded():
         done = _generate(arguments, host, pair, text, ids, chosen)
     if team is None or team.drafts:
         _tell(arguments, done, host)
     return 1 if arguments.check and not done.lossless else 0
+
+
+def _plain(value: object) -> object:
+    """An option as JSON has it."""
+    return value if value is None or isinstance(value, (bool, int, float, str, list)) else str(value)
+
+
+def _check_dedicated(arguments: argparse.Namespace, speculation: SpeculationConfig) -> None:
+    """Raise ConfigError for what a dedicated drafter cannot do yet."""
+    if speculation.sampling is Sampling.REJECTION:
+        raise ConfigError("placement: expected rank0 with rejection sampling, got dedicated")
+    for name in ("draft_quant", "hot_vocab"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"placement: expected rank0 with {name}, got dedicated")
 
 
 def _tell(arguments: argparse.Namespace, done: Run, host: TransformersHost) -> None:
@@ -291,6 +318,7 @@ def _speculation(arguments: argparse.Namespace) -> SpeculationConfig:
         topk=arguments.topk,
         num_draft_tokens=arguments.num_steps + 1,
         sampling=Sampling.REJECTION if rejection else Sampling.GREEDY,
+        stop_below=arguments.stop_below,
     )
     count = arguments.num_draft_tokens
     if count is None:
@@ -318,10 +346,17 @@ def _chosen(arguments: argparse.Namespace) -> GenerateOptions:
 def _pair(arguments: argparse.Namespace) -> Pair:
     from eaglex.aux_layers import AuxConvention
     from eaglex.hosts.pair import Pair, PairSource
+    from eaglex.hot_vocab import HotVocab
 
     target, draft = _paths(arguments)
     convention = AuxConvention(arguments.convention) if arguments.convention else None
-    return Pair(PairSource(target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention))
+    return Pair(
+        PairSource(
+            target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention,
+            quant=arguments.draft_quant,
+            hot_vocab=None if arguments.hot_vocab is None else HotVocab.parse(arguments.hot_vocab),
+        )
+    )  # fmt: skip
 
 
 def _paths(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -398,6 +433,8 @@ def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -
         "placement": arguments.placement,
         "bridge": host.slots.bridge_counters(),
         "transport": None if host.team is None or host.team.bridge is None else host.team.bridge.transport,
+        "draft_quant": str(arguments.draft_quant or DraftQuant()),
+        "draft_vocab_size": host.draft_config.draft_vocab_size,
     }
 
 

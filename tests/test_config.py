@@ -95,6 +95,18 @@ def test_speculation_config_in_cpp(field, values, expected) -> None:
     says(caught.value, field, expected, values[field])
 
 
+@pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
+def test_stop_below(value) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpeculationConfig(num_steps=2, stop_below=value)
+    says(caught.value, "stop_below", "in [0, 1)", value)
+    raw = RawEngine(Rig(make_config(), SpeculationConfig(num_steps=2)))
+    for score in (0.1, float("nan")):
+        raw.speculation.stop_score = score
+        with pytest.raises(ConfigError, match=f"^stop_score: expected a log-probability, at most 0, got {score:g}$"):
+            raw.build()
+
+
 @pytest.mark.parametrize(
     ("topk", "steps", "field", "expected"),
     [
@@ -182,7 +194,8 @@ def test_configs_are_frozen() -> None:
 def test_python_and_cpp_have_the_same_fields() -> None:
     """The structs of one name carry the same fields; the engine's translation is by name."""
     binary = RawEngine(Rig(make_config(), SpeculationConfig(num_steps=2))).binary
-    for cls, changed in ((DraftConfig, {"rope": "rope_factor"}), (SpeculationConfig, {}), (EngineLimits, {})):
+    renamed = {"rope": "rope_factor", "stop_below": "stop_score"}
+    for cls, changed in ((DraftConfig, renamed), (SpeculationConfig, renamed), (EngineLimits, {})):
         names = {changed.get(field.name, field.name) for field in dataclasses.fields(cls)}
         assert names == {name for name in dir(getattr(binary, cls.__name__)) if not name.startswith("_")}
     for cls, constant in (

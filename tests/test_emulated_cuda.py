@@ -11,7 +11,9 @@ import os
 import pytest
 import test_cuda_engine
 import test_cuda_graph
+import test_cuda_soak
 import test_cuda_tree
+import test_early_stop
 import test_engine
 import test_engine_isolation
 import torch
@@ -19,13 +21,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import emulated
 from support.cuda_rig import CudaRig
-from support.models import make_config
-from support.rig import Ask, Layout
+from support.models import make_config, random_weights
+from support.rig import Ask, Layout, Rig
 from test_cuda_engine import *  # noqa: F403
 from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
 from test_cuda_tree import *  # noqa: F403
 
 from eaglex.config import SpeculationConfig
+from eaglex.engine import _extension as built  # before the emulator takes its place
+from eaglex.errors import ConfigError
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
 
 # Too large for emulated threads; of many shapes, where one will do; with the CPU backend, whose place is taken.
 del test_long_contexts, test_prompts_and_vocabularies_in_chunks, test_the_widest_tree  # noqa: F821
@@ -50,7 +56,7 @@ def emulator():
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_emulator(emulator):
     with pytest.MonkeyPatch.context() as patch, emulator.installed():
-        for module in (test_engine, test_engine_isolation):
+        for module in (test_early_stop, test_engine, test_engine_isolation):
             patch.setattr(module, "Rig", EmulatedRig)
         for module in (test_cuda_engine, test_cuda_graph, test_cuda_tree):
             patch.setattr(module, "CudaRig", EmulatedRig)
@@ -70,6 +76,15 @@ def make_rig(**layout: int) -> EmulatedRig:
 
 def test_it_is_the_cuda_backend() -> None:
     assert make_rig().engine.backend_name == "emulated cuda"
+
+
+@pytest.mark.parametrize("quant", ["head=fp8", "qkv=int4"])
+def test_packed_weights_are_refused(quant) -> None:
+    """Until there are kernels for them; not read as something else."""
+    config = make_config()
+    weights = quantize(random_weights(config, dtype=torch.bfloat16), DraftQuant.parse(quant))
+    with pytest.raises(ConfigError, match=r"^draft_quant: expected none on CUDA, .*, got (float8_e4m3fn|int4)$"):
+        EmulatedRig(config, SpeculationConfig(num_steps=2), weights=weights)
 
 
 # In place of the imported one, which takes longest of all: fewer examples.
@@ -102,3 +117,14 @@ def test_the_host_may_run_a_ring_ahead(emulator) -> None:
     assert ahead == [*range(1, 9), *[8] * 16], "the host runs 8 cycles ahead, then waits for the oldest"
     for now, then in zip(state(rig.engine.results), expected, strict=True):
         assert torch.equal(now[1:7], then[1:7])
+
+
+@pytest.mark.parametrize("name", ["chain that stops", "tree"])
+def test_soak(name) -> None:
+    """A short one against the CPU backend, which is that of the real extension."""
+    config, speculation = make_config(max_positions=160), SpeculationConfig(**test_cuda_soak.SCHEDULES[name])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eaglex.engine._extension", built)
+        oracle = Rig(config, speculation, layout=Layout(**test_cuda_soak.LAYOUT))
+    assert oracle.engine.backend_name == "cpu"
+    test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60)

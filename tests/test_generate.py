@@ -89,6 +89,17 @@ def test_no_baseline(pair, capsys):
     assert "yes: every token" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", [[], ["--topk", "3"]], ids=["chain", "tree"])
+def test_stop_below_changes_speed_alone(pair, capsys, how):
+    texts = []
+    for stop in ("0", "0.2", "0.999"):
+        assert command(pair, "--json", "--check", "--stop-below", stop, *how) == 0
+        found = result(capsys)
+        assert found["lossless"] is True
+        texts.append(found["text"])
+    assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.mark.parametrize("how", [[], ["--topk", "3"], ["--sampling", "rejection"]], ids=["chain", "tree", "rejection"])
 def test_sampling_repeats_with_its_seed(pair, capsys, how):
     texts = []
@@ -205,6 +216,7 @@ BAD_OPTIONS = {
     "too-deep": (["--num-steps", "17"], "num_steps: expected in 0..16, got 17"),
     "no-branch": (["--topk", "0"], "topk: expected in 1..16, got 0"),
     "few-nodes": (["--num-draft-tokens", "3"], "num_draft_tokens: expected in 6..6 for num_steps=5, topk=1, got 3"),
+    "stop-below": (["--stop-below", "1"], "stop_below: expected in [0, 1), got 1.0"),
     "no-nodes": (["--num-draft-tokens", "0"], "num_draft_tokens: expected >= num_steps + 1 = 6, got 0"),
     "more-nodes-than-candidates": (
         ["--topk", "2", "--num-steps", "1", "--num-draft-tokens", "9"],
@@ -340,10 +352,6 @@ def test_head_that_never_hits_is_warned_of(capsys, tmp_path):
     assert captured.err == f"eaglex: warning: {expected}\n"
 
 
-tiny = pytest.mark.skipif(not (generate.PAIR / "draft" / "config.json").exists(), reason="models/tiny is not there")
-
-
-@tiny
 def test_the_demo(capsys):
     """What `make demo` runs: a chain of 5 on the built-in prompt."""
     assert main(["generate", "--check", "--json", "--prompt", generate.PROMPT]) == 0
@@ -354,7 +362,6 @@ def test_the_demo(capsys):
     assert found["warnings"] == []
 
 
-@tiny
 @pytest.mark.parametrize("options", [["--topk", "4", "--num-draft-tokens", "24"], ["--topk", "2", "--num-steps", "8"]])
 def test_the_pair_with_trees(capsys, options):
     assert main(["generate", "--check", "--json", "--no-baseline", "--prompt", generate.PROMPT, *options]) == 0
@@ -363,19 +370,17 @@ def test_the_pair_with_trees(capsys, options):
     assert found["accept_length"] >= 3.0
 
 
-@tiny
-def test_the_pair_with_other_auxiliary_layers(capsys):
+def test_the_pair_with_auxiliary_layers_in_the_wrong_order(capsys):
     """The silent mistake that costs people weeks: the text stays right, the accept length falls."""
     base = ["generate", "--check", "--json", "--no-baseline", "--prompt", generate.PROMPT]
     assert main(base) == 0
     right = result(capsys)
-    assert main([*base, "--aux-layer-ids", "0,1,2"]) == 0
+    assert main([*base, "--aux-layer-ids", "4,3,1"]) == 0
     wrong = result(capsys)
     assert wrong["text"] == right["text"]
     assert wrong["accept_length"] < right["accept_length"] - 1
 
 
-@tiny
 def test_the_python_of_the_demo_page():
     page = (generate.PAIR.parent.parent / "docs" / "demo.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]

@@ -1,10 +1,8 @@
 """Train the pair of models for models/tiny: a small Llama on the Python standard library's text, and its EAGLE-3 head.
 
-In work: no pair is in the repository yet. The bar is an accept length of 3.0 (chain of 5, greedy, held-out prompts)
-with distinct-4 of at least 0.5. Two runs of five minutes each on an H200 missed it: AdamW throughout gave 2.64 at 0.66
-(34 prompts), this version 2.38 at 0.80 (10 prompts). In the latter the target overfits after about 1,800 steps (held
-out 1.69, then 1.77 nats per token), the head's first phase sees too few tokens (agreement 0.22), and its second
-overfits to 8,192 generated sequences (0.77 on them, 0.53 on held-out prompts).
+models/tiny/README.md has the figures of the run that was kept. Two runs before it missed the bar (an accept length of
+3.0 with distinct-4 of at least 0.5): 2.64 at 0.66 and 2.38 at 0.80, with a target of twice the training and 1.4 times
+the MLP, a head of 3/8 the MLP and 1536 draft tokens, and 8,192 generated sequences. All of that changed at once.
 
     python tools/train_tiny.py all                # data, target, head, measure; on a GPU if there is one
     python tools/train_tiny.py measure            # only measure what models/tiny holds (CPU, some minutes)
@@ -28,29 +26,27 @@ from tiny.model import Head, Shape, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = training.Budget(
-    sequence=1024, batch=32, target_tokens=200_000_000, target_seconds=100,
-    repetition_rounds=60, repetition_batch=512, repetition_seconds=30,
-    generated_sequences=8192, generated_batch=4096, generated_tokens=256,
-    head_batch=24, head_tokens=60_000_000, head_seconds=45,
-    head_generated_epochs=16, head_generated_seconds=85, compiled=True,
+    sequence=1024, batch=32, target_tokens=50_000_000, target_seconds=60,
+    repetition_rounds=60, repetition_batch=512, repetition_seconds=40,
+    generated_sequences=40_960, generated_batch=4096, generated_tokens=160,
+    head_batch=64, head_epochs=5, head_seconds=150, compiled=True,
 )  # fmt: skip
-# Time limits add up to 37 minutes. A far smaller token budget, so a weaker pair than the GPU's; never run to its end.
+# Time limits add up to 33 minutes. A far smaller token budget, so a weaker pair than the GPU's; never run to its end.
 CPU = training.Budget(
     sequence=256, batch=8, target_tokens=8_000_000, target_seconds=1200,
     repetition_rounds=30, repetition_batch=32, repetition_seconds=240,
     generated_sequences=768, generated_batch=96, generated_tokens=128,
-    head_batch=8, head_tokens=4_000_000, head_seconds=480,
-    head_generated_epochs=4, head_generated_seconds=300, compiled=False,
+    head_batch=8, head_epochs=12, head_seconds=480, compiled=False,
 )  # fmt: skip
 # Every line of the script in a minute or so; the models are worthless.
 SMOKE = replace(
     CPU,
     sequence=64, batch=4, target_tokens=1_000, repetition_rounds=2, repetition_batch=4,
-    generated_sequences=8, generated_batch=4, generated_tokens=16, head_batch=4,
-    head_tokens=1_200, head_generated_epochs=1,
+    generated_sequences=8, generated_batch=4, generated_tokens=16, head_batch=4, head_epochs=1,
 )  # fmt: skip
 QUICK_PROMPTS, QUICK_TOKENS = 4, 64  # what tests/test_tiny_pair.py measures anew
-DISTINCT_GOAL = 0.63  # on training prompts; the bar is 0.5 on held-out ones
+DISTINCT_GOAL = 0.57  # on training prompts; the bar is 0.5 on held-out ones
+HELD_OUT_SEQUENCES = 512  # what the head is watched on
 
 
 def load(work: Path, name: str) -> np.ndarray:
@@ -90,10 +86,11 @@ def run_head(args: argparse.Namespace, shape: Shape, budget: training.Budget) ->
     ids = training.draft_vocabulary(stream, shape).to(device)
     head = Head(shape).to(device)
     training.start_head(head, target, ids)
-    trainer = training.HeadTrainer(head, target, ids, budget)
-    trainer.on_corpus(data)
-    files.write_draft(args.out / "draft", head, ids)
-    trainer.on_generated(training.generate_corpus(target, data, budget), args.seed + 2)
+    watched = training.Batches(load(args.work, "held_out"), args.seed, device)
+    count = HELD_OUT_SEQUENCES if args.budget != "smoke" else budget.head_batch
+    held_out = training.generate_text(target, watched, budget, count)
+    made = training.generate_text(target, data, budget, budget.generated_sequences)
+    training.HeadTrainer(head, target, ids, budget).train(made, held_out, args.seed + 2)
     files.write_draft(args.out / "draft", head, ids)
 
 

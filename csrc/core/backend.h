@@ -26,12 +26,18 @@ class Backend {
   // Memory for the workspace, zeroed; called while planning only, freed with the backend.
   [[nodiscard]] virtual void* allocate(std::size_t bytes) = 0;
   // Brings matrices that are read together into the backend's own order.
-  [[nodiscard]] virtual Linear prepare(std::span<const TensorView> parts) = 0;
+  [[nodiscard]] virtual Linear prepare(std::span<const Matrix> parts) = 0;
   // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v lie in host memory.
   virtual void bind(const EngineContext& context) = 0;
 
+  // Whether launches still read this matrix of prepare()'s where it lies. If not, it may be freed once bind() is done.
+  [[nodiscard]] virtual bool reads_original(const void*) const { return true; }
+
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;
+  // Everything that a first cycle would otherwise do late: a backend with graphs captures `body` for every bucket. The
+  // device must not be capturing. Costs seconds at most; a second call costs nothing.
+  virtual void warm_up(const std::function<void(int lanes, int rows)>& body) = 0;
   // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it
   // captured.
   virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;

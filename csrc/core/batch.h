@@ -49,7 +49,7 @@ struct KvPool {
   void* const* v = nullptr;  // [num_layers] → [num_kv_slots, kv_heads, head_dim]
 };
 
-// Why a lane drafts nothing this cycle.
+// What becomes of a lane in a cycle; all but the first and the last draft nothing.
 enum class LaneStatus : std::int32_t {
   kLive = 0,
   kPadded,     // request slot 0: touches nothing
@@ -57,15 +57,16 @@ enum class LaneStatus : std::int32_t {
   kNoRoom,     // the context has no room for K more tokens: K and V are written
   kNotFinite,  // NaN or infinity reached the logits
   kBadIndex,   // an id, length or slot out of range: no K and V, no draft
+  kStopped,    // drafted fewer steps than K: the score fell below stop_score
 };
-inline constexpr int kNumLaneStatus = 6;
+inline constexpr int kNumLaneStatus = 7;
 
 // Drafts by request slot, nodes in ascending grid index; valid until the slot's next cycle.
 struct DraftResults {
   std::int64_t* draft_tokens = nullptr;  // [num_slots, N-1], target vocabulary
   std::int32_t* parents = nullptr;       // [num_slots, N-1], node in 0..N-1, 0 the root
   float* scores = nullptr;               // [num_slots, N-1], cumulative log-probability
-  std::int32_t* num_nodes = nullptr;     // [num_slots], nodes that count; 0 = no draft
+  std::int32_t* num_nodes = nullptr;     // [num_slots], nodes that count; 0 = no draft, fewer than N-1 where it stopped
   std::int64_t* drafted_for = nullptr;   // [num_slots], seq_lens + num_valid; another length means "no draft"
   float* draft_probs = nullptr;          // [num_slots, K, Vd], only with Sampling::kRejection
   std::int64_t* counters = nullptr;      // [kNumLaneStatus], lanes per LaneStatus since the start

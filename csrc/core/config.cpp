@@ -35,6 +35,7 @@ void SpeculationConfig::check(const DraftConfig& config) const {
   expect(num_steps + 1 <= num_draft_tokens && num_draft_tokens <= high, ErrorCode::kConfig, "num_draft_tokens",
          concat("in ", num_steps + 1, "..", high, " for num_steps=", num_steps, ", topk=", topk), num_draft_tokens);
   expect(sampling == Sampling::kGreedy || topk == 1, ErrorCode::kConfig, "topk", "1 with rejection sampling", topk);
+  expect(stop_score <= 0, ErrorCode::kConfig, "stop_score", "a log-probability, at most 0", stop_score);
 }
 
 void EngineLimits::check() const {

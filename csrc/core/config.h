@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace eaglex {
 
@@ -54,6 +55,9 @@ struct SpeculationConfig {
   int topk = 1;
   int num_draft_tokens = 1;
   Sampling sampling = Sampling::kGreedy;
+  // A draft ends after the step whose best node has a cumulative log-probability below this; -infinity: never. It is
+  // the logarithm of eaglex/config.py's stop_below.
+  float stop_score = -std::numeric_limits<float>::infinity();
 
   // Candidates of one cycle before re-ranking: k, then k² per later step.
   [[nodiscard]] constexpr int num_candidates() const noexcept {

@@ -10,7 +10,8 @@
 namespace eaglex {
 
 [[nodiscard]] constexpr bool keeps_kv(LaneStatus status) {
-  return status == LaneStatus::kLive || status == LaneStatus::kHeld || status == LaneStatus::kNoRoom;
+  return status == LaneStatus::kLive || status == LaneStatus::kHeld || status == LaneStatus::kNoRoom ||
+         status == LaneStatus::kStopped;
 }
 
 [[nodiscard]] constexpr LaneStatus status_of(const EngineContext& context, std::int64_t lane) {

@@ -75,14 +75,26 @@ constexpr void choose_frontier(const EngineContext& context, const SelectParams&
   }
 }
 
-// Keeps the `count` best of the grid and writes them to the slot in grid order, so that parents come first.
-constexpr void write_result(const EngineContext& context, std::int32_t lane, std::int64_t slot, int count) {
+// What a lane's draft comes to with the step that has just joined the grid.
+struct Ending {
+  int candidates = 0;  // in the grid so far
+  int count = 0;       // nodes that are kept of them
+};
+
+[[nodiscard]] constexpr Ending ending_of(const SpeculationConfig& speculation, LaneStatus status, int draft_step) {
+  const bool drafted = status == LaneStatus::kLive || status == LaneStatus::kStopped;
+  if (!drafted || speculation.num_steps == 0) return {};
+  const int candidates = grid_base(speculation, draft_step + 1);
+  return {candidates, candidates < speculation.num_draft_tokens ? candidates : speculation.num_draft_tokens - 1};
+}
+
+// Keeps the best of the grid and writes them to the slot in grid order, so that parents come first.
+constexpr void write_result(const EngineContext& context, std::int32_t lane, std::int64_t slot, Ending ending) {
   const LaneState& state = context.lanes;
-  const int candidates = context.speculation.num_candidates();
-  const std::int64_t grid = static_cast<std::int64_t>(lane) * candidates;
-  for (int i = 0; i < count; ++i) {
+  const std::int64_t grid = static_cast<std::int64_t>(lane) * context.speculation.num_candidates();
+  for (int i = 0; i < ending.count; ++i) {
     int best = -1;
-    for (int c = 0; c < candidates; ++c) {
+    for (int c = 0; c < ending.candidates; ++c) {
       if (state.grid_nodes[grid + c] == 0 && (best < 0 || state.grid_scores[grid + c] > state.grid_scores[grid + best]))
         best = c;
     }
@@ -90,7 +102,7 @@ constexpr void write_result(const EngineContext& context, std::int32_t lane, std
   }
   const std::int64_t out = slot * (context.speculation.num_draft_tokens - 1);
   std::int32_t node = 0;
-  for (int c = 0; c < candidates; ++c) {
+  for (int c = 0; c < ending.candidates; ++c) {
     if (state.grid_nodes[grid + c] == 0) continue;
     const std::int32_t parent = state.grid_parents[grid + c];
     state.grid_nodes[grid + c] = node + 1;
@@ -101,24 +113,30 @@ constexpr void write_result(const EngineContext& context, std::int32_t lane, std
   }
 }
 
-// Returns the lane's status; after the last step it is what the cycle is counted under.
+// Returns the lane's status; after the last step it is what the cycle is counted under. A lane that stops is written
+// down at once, and later steps leave it alone.
 constexpr LaneStatus select_lane(const EngineContext& context, const DraftBatch& batch, const SelectParams& params,
                                  std::int32_t lane) {
   const SpeculationConfig& speculation = context.speculation;
   LaneStatus status = status_of(context, lane);
+  if (status == LaneStatus::kStopped) return status;
   if (status == LaneStatus::kLive && !grow_grid(context, params, lane)) {
     status = LaneStatus::kBadIndex;
     context.lanes.status[lane] = static_cast<std::int32_t>(status);
   }
   if (params.draft_step + 1 < speculation.num_steps) {
-    if (status == LaneStatus::kLive) choose_frontier(context, params, lane);
-    return status;
+    if (status != LaneStatus::kLive) return status;
+    choose_frontier(context, params, lane);
+    if (!(context.lanes.frontier_scores[static_cast<std::int64_t>(lane) * speculation.topk] < speculation.stop_score))
+      return status;
+    status = LaneStatus::kStopped;
+    context.lanes.status[lane] = static_cast<std::int32_t>(status);
   }
   const std::int64_t slot = batch.req_pool_indices[lane];
   if (slot <= 0 || slot >= context.limits.num_slots) return status;
-  const int count = status == LaneStatus::kLive ? speculation.num_draft_tokens - 1 : 0;
-  if (count > 0) write_result(context, lane, slot, count);
-  context.results.num_nodes[slot] = count;
+  const Ending ending = ending_of(speculation, status, params.draft_step);
+  if (ending.count > 0) write_result(context, lane, slot, ending);
+  context.results.num_nodes[slot] = ending.count;
   context.results.drafted_for[slot] = context.lanes.new_len[lane];
   return status;
 }

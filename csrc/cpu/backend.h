@@ -16,10 +16,11 @@ class CpuBackend final : public Backend {
   [[nodiscard]] Device device() const noexcept override { return {DeviceKind::kCpu, 0}; }
   [[nodiscard]] DType activation_type() const noexcept override { return DType::kF32; }
   [[nodiscard]] void* allocate(std::size_t bytes) override;
-  [[nodiscard]] Linear prepare(std::span<const TensorView> parts) override;
+  [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
 
   void begin(const DraftBatch& batch, Stream stream) override;
+  void warm_up(const std::function<void(int, int)>&) override {}
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override { body(lanes, rows); }
 
   void admit() override;

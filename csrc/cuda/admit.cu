@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
     }
   }
   if (__syncthreads_and(sound) == 0) status = LaneStatus::kBadIndex;
-  if (threadIdx.x == 0) settle_lane(context, batch, lane, status);
+  if (threadIdx.x != 0) return;
+  settle_lane(context, batch, lane, status);
+  if (status == LaneStatus::kLive) chain.drafting[0] = 1;
 }
 
 }  // namespace

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   group.row = p.range.first + static_cast<std::int64_t>(blockIdx.z) * (step ? topk : 1);
   group.first = static_cast<int>(blockIdx.y) / config.num_kv_heads * kQueries;
   group.count = min((step ? topk : 1) * group.heads - group.first, kQueries);
-  if (group.row >= rows_of_pass(batch, rows.pass, topk)) return;
+  if (group.row >= rows_of_pass(chain, rows)) return;
   const RowPlace place = locate(context, batch, rows, group.row);  // rows of one lane live and die together
   const Keys all(context, rows, place);
   const Shares shares(all.total);
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
   const int dim = config.head_dim;
   const int head = static_cast<int>(blockIdx.x);
   const std::int64_t row = p.range.first + static_cast<std::int64_t>(blockIdx.y);
-  if (row >= rows_of_pass(*chain.batch, p.range.rows.pass, chain.context.speculation.topk)) return;
+  if (row >= rows_of_pass(chain, p.range.rows)) return;
   const RowPlace place = locate(chain.context, *chain.batch, p.range.rows, row);
   const int shares = Shares(Keys(chain.context, p.range.rows, place).total).count;
   const float* const partial = partial_of(chain, p, row, head, 0);

@@ -25,9 +25,14 @@ int per_row(std::size_t bytes_per_row, int most) {
   return static_cast<int>(std::clamp<long long>(rows, 16, std::max(most, 16)));
 }
 
-// Calls f(range, rows done before) for the launch's rows in chunks.
+// Calls f(range) for the launch's rows in chunks of at most `chunk`. Those of a prompt are equal, and whole tiles.
 template <typename F>
 void in_chunks(const Rows& rows, int chunk, F&& f) {
+  constexpr int kTile = 128;
+  if (rows.pass == Pass::kExtendAll && rows.max_rows > chunk && chunk >= kTile) {
+    const int even = ceil_div(rows.max_rows, ceil_div(rows.max_rows, chunk));
+    chunk = std::min(chunk, ceil_div(even, kTile) * kTile);
+  }
   for (int first = 0; first < rows.max_rows; first += chunk)
     f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
 }
@@ -43,7 +48,7 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   EAGLEX_CUDA_CHECK(cudaGetDeviceCount(&count));
   expect_range("device", device, 0, count - 1);
   const DeviceGuard guard(device_);
-  int major = 0;
+  int& major = compute_major_;
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
   expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
@@ -55,13 +60,16 @@ void* CudaBackend::allocate(std::size_t bytes) {
   return memory_.back().get();
 }
 
-Linear CudaBackend::prepare(std::span<const TensorView> parts) {
+Linear CudaBackend::prepare(std::span<const Matrix> parts) {
   Linear linear;
-  for (const TensorView& part : parts) {
+  for (const Matrix& part : parts) {
+    expect(!part.packed(), ErrorCode::kConfig, "draft_quant", "none on CUDA, which has no low-bit kernels yet",
+           name_of(part.dtype));
     if (!weight_type_) type_ = *(weight_type_ = part.dtype);
     expect(part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_), name_of(part.dtype));
     linear.parts[linear.num_parts++] = part;
   }
+  weights_.push_back(linear);
   return linear;
 }
 
@@ -81,8 +89,25 @@ void CudaBackend::bind(const EngineContext& context) {
   carve(count);
   Workspace workspace(allocate(count.used()));
   carve(workspace);
-  chain_ = {context_, buffers_.block};
+  chain_ = {context_, buffers_.block.batch, buffers_.block.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
+  bind_fast();
+}
+
+void CudaBackend::bind_fast() {
+  FastChain::Setup setup;
+  setup.context = context_;
+  setup.pool_k = k_;
+  setup.pool_v = v_;
+  setup.weights = weights_;
+  setup.batch = buffers_.block.batch;
+  setup.drafting = buffers_.block.drafting;
+  setup.device = [this](std::size_t bytes) { return allocate(bytes); };
+  setup.pinned = [this](std::size_t bytes) {
+    failed_ = allocate_pinned(bytes);
+    return failed_.get();
+  };
+  fast_ = FastChain::make(setup);
 }
 
 void CudaBackend::plan() {
@@ -102,7 +127,7 @@ void CudaBackend::carve(Workspace& workspace) {
   const DraftConfig& config = context_.config;
   const auto rows = static_cast<std::size_t>(plan_.rows);
   const auto head_rows = static_cast<std::size_t>(plan_.head_rows);
-  buffers_.block = workspace.take<DraftBatch>(1);
+  buffers_.block = {workspace.take<DraftBatch>(1), workspace.take<std::int32_t>(kMaxSteps + 1)};
   buffers_.x = workspace.take_bytes(
       rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
   buffers_.raw = workspace.take<float>(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
@@ -116,10 +141,44 @@ void CudaBackend::carve(Workspace& workspace) {
 // graphs
 
 void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
+  if (fast_) fast_->check();
   batch_ = batch;
   stream_ = static_cast<cudaStream_t>(stream);
   launch_lanes_ = batch.batch;
   capturing_ = false;
+}
+
+// All at once, so that later cycles allocate nothing, whatever their size. A cycle of the most rows is captured too and
+// thrown away: that brings the kernels of prompts, and the few that no graph holds, onto the device.
+void CudaBackend::warm_up(const std::function<void(int, int)>& body) {
+  if (graphs_->captured()) return;
+  const DeviceGuard guard(device_);
+  const cudaStream_t stream = stream_;
+  capturing_ = true;
+  const auto capture = [&](Graphs::Bucket size, cudaStream_t to) {
+    stream_ = to;
+    launch_lanes_ = size.lanes;
+    body(size.lanes, size.rows);
+  };
+  const auto restore = [&] {
+    capturing_ = false;
+    stream_ = stream;
+    launch_lanes_ = batch_.batch;
+  };
+  try {
+    graphs_->discard([&](cudaStream_t to) {
+      launch_store_block(batch_, buffers_.block, to);
+      capture({context_.limits.max_batch, context_.limits.max_rows}, to);
+      VerifyBatch verify;
+      verify.batch = 1;
+      launch_tree(context_, verify, num_sms_, to);
+    });
+    graphs_->capture_all(capture);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
 }
 
 void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)>& body) {
@@ -127,28 +186,10 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream_, &capture));
   const int bucket = graphs_->find(lanes, rows);
-  if (capture != cudaStreamCaptureStatusNone || bucket < 0) return body(lanes, rows);
-  if (!graphs_->captured()) {
-    // All at once, at the first cycle: later ones allocate nothing, whatever their size.
-    const cudaStream_t stream = stream_;
-    capturing_ = true;
-    const auto restore = [&] {
-      capturing_ = false;
-      stream_ = stream;
-      launch_lanes_ = batch_.batch;
-    };
-    try {
-      graphs_->capture_all([&](Graphs::Bucket size, cudaStream_t to) {
-        stream_ = to;
-        launch_lanes_ = size.lanes;
-        body(size.lanes, size.rows);
-      });
-    } catch (...) {
-      restore();
-      throw;
-    }
-    restore();
-  }
+  // Graphs hold the fuse of aligned bf16 rows.
+  const bool readable = !fast_ || FastChain::reads(batch_);
+  if (capture != cudaStreamCaptureStatusNone || bucket < 0 || !readable) return body(lanes, rows);
+  warm_up(body);  // where the host has not
   graphs_->launch(bucket, batch_, stream_);
 }
 
@@ -157,11 +198,14 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
 
 GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight) const {
   GemmParams params;
-  params.batch = buffers_.block;
+  params.batch = buffers_.block.batch;
   params.pass = range.rows.pass;
+  params.drafting = drafting_flag(buffers_.block.drafting, range.rows);
   params.topk = context_.speculation.topk;
   params.first = range.first;
   params.max_rows = range.count;
+  constexpr int kHopper = 9;
+  params.hopper_sms = compute_major_ == kHopper && !capturing_ ? num_sms_ : 0;
   params.in = static_cast<int>(weight.parts[0].shape[1]);
   params.x_stride = params.in;
   for (int i = 0; i < weight.num_parts; ++i) {
@@ -189,6 +233,7 @@ bool CudaBackend::reads_aux_directly(const FuseParams& params) const {
 
 void CudaBackend::fuse(const FuseParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && (capturing_ || FastChain::reads(batch_)) && fast_->fuse(params, stream_)) return;
   const int hidden = context_.config.hidden_size;
   const bool direct = reads_aux_directly(params);
   in_chunks(params.rows, direct ? params.rows.max_rows : plan_.rows, [&](const RowRange& range) {
@@ -207,6 +252,7 @@ void CudaBackend::fuse(const FuseParams& params) {
 
 void CudaBackend::qkv(const QkvParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->qkv(params, stream_)) return;
   const bool queries = params.parts != QkvParts::kKeyValue;
   Linear weight = params.qkv;
   if (params.parts == QkvParts::kQuery) weight.num_parts = 1;
@@ -243,6 +289,7 @@ void CudaBackend::qkv(const QkvParams& params) {
 
 void CudaBackend::attention(const AttentionParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->attention(params, stream_)) return;
   const auto layer = static_cast<std::size_t>(params.layer);
   in_chunks(params.rows, plan_.attention_rows, [&](const RowRange& range) {
     const AttentionLaunch attention{
@@ -253,6 +300,7 @@ void CudaBackend::attention(const AttentionParams& params) {
 
 void CudaBackend::project(const ProjectionParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->project(params, stream_)) return;
   GemmParams product = gemm_params({params.rows, 0, params.rows.max_rows}, params.weight);
   product.x = params.x;
   product.residual = params.residual;
@@ -262,6 +310,7 @@ void CudaBackend::project(const ProjectionParams& params) {
 
 void CudaBackend::gate_up(const GateUpParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->gate_up(params, stream_)) return;
   in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
     launch_norm_input(chain_, type_, {range, params.x, params.norm.data, buffers_.x, nullptr}, stream_);
     GemmParams product = gemm_params(range, params.gate_up);
@@ -274,6 +323,7 @@ void CudaBackend::gate_up(const GateUpParams& params) {
 
 void CudaBackend::head(const HeadParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->head(params, stream_)) return;
   void* const replace = context_.config.next_hidden == NextHidden::kNormed ? params.hidden : nullptr;
   in_chunks(params.rows, plan_.head_rows, [&](const RowRange& range) {
     launch_norm_input(chain_, type_, {range, params.hidden, params.norm.data, buffers_.x, replace}, stream_);
@@ -288,6 +338,7 @@ void CudaBackend::head(const HeadParams& params) {
 
 void CudaBackend::select(const SelectParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->select(params, stream_)) return;
   launch_select(chain_, params, lanes(), stream_);
 }
 

@@ -60,10 +60,12 @@ class DeviceGuard {
 };
 
 // What every kernel of the chain needs: the bound context by value, and the parameter block, which lies at a fixed
-// device address.
+// device address. drafting[s] says whether any lane still drafts in step s (0: the extend's last rows): cleared with
+// the block, raised by admit and select. Where it is 0 the kernels of that step return at once.
 struct Chain {
   EngineContext context;
   const DraftBatch* batch = nullptr;
+  std::int32_t* drafting = nullptr;  // [kMaxSteps + 1]
 };
 
 // A launch may cover part of a pass: rows [first, first + count) of `rows`.
@@ -73,10 +75,20 @@ struct RowRange {
   int count = 0;
 };
 
-// Rows of the pass that the batch has, dead ones included; the launch is sized for more.
-__device__ inline int rows_of_pass(const DraftBatch& batch, Pass pass, int topk) {
+// The flag of a pass, null where the pass always runs.
+__host__ __device__ inline const std::int32_t* drafting_flag(const std::int32_t* drafting, const Rows& rows) {
+  if (rows.pass == Pass::kExtendAll) return nullptr;
+  return drafting + (rows.pass == Pass::kExtendLast ? 0 : rows.step);
+}
+
+// Rows of the pass that the batch has, dead ones included; the launch is sized for more. None where nobody drafts.
+__device__ inline int rows_of_pass(const DraftBatch& batch, Pass pass, int topk, const std::int32_t* drafting) {
   if (pass == Pass::kExtendAll) return batch.num_rows;
+  if (*drafting == 0) return 0;
   return pass == Pass::kExtendLast ? batch.batch : batch.batch * topk;
+}
+__device__ inline int rows_of_pass(const Chain& chain, const Rows& rows) {
+  return rows_of_pass(*chain.batch, rows.pass, chain.context.speculation.topk, drafting_flag(chain.drafting, rows));
 }
 
 constexpr int ceil_div(int a, int b) {

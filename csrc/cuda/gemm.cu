@@ -4,6 +4,10 @@
 // Mapping: one CTA per BM rows × BN outputs over all of `in`; cp.async ring, mma m16n8k16; fp32 weights in plain FMA.
 #include "cuda/gemm.cuh"
 
+#ifdef EAGLEX_WITH_CUTLASS
+#include "cuda/hopper/gemm.h"
+#endif
+
 namespace eaglex::cuda {
 namespace {
 
@@ -200,6 +204,9 @@ void launch_typed(const GemmParams& p, cudaStream_t stream) {
 }  // namespace
 
 void gemm(DType type, const GemmParams& params, cudaStream_t stream) {
+#ifdef EAGLEX_WITH_CUTLASS
+  if (params.hopper_sms > 0 && params.pass == Pass::kExtendAll && hopper::gemm(type, params, stream)) return;
+#endif
   if (type == DType::kBF16) return launch_typed<__nv_bfloat16>(params, stream);
   if (type == DType::kF16) return launch_typed<__half>(params, stream);
   launch("gemm", gemm_fma, {grid_of(params, kSide, kSide), 256, 0, stream}, params);

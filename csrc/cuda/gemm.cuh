@@ -52,7 +52,7 @@ __device__ void store_output(const GemmParams& p, int row, int column, float val
 }
 
 __device__ inline int rows_of_launch(const GemmParams& p) {
-  return min(rows_of_pass(*p.batch, p.pass, p.topk) - p.first, p.max_rows);
+  return min(rows_of_pass(*p.batch, p.pass, p.topk, p.drafting) - p.first, p.max_rows);
 }
 
 }  // namespace eaglex::cuda

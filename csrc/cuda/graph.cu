@@ -49,15 +49,22 @@ class Capture {
 using Word = std::uint32_t;
 static_assert(std::is_trivially_copyable_v<DraftBatch> && sizeof(DraftBatch) % sizeof(Word) == 0);
 
-__global__ void store_block(const __grid_constant__ DraftBatch batch, DraftBatch* block) {
-  if (threadIdx.x == 0) *block = batch;
+__device__ void clear_flags(const DeviceBlock& block) {
+  static_assert(kMaxSteps < kWarp);
+  if (threadIdx.x <= kMaxSteps) block.drafting[threadIdx.x] = 0;
 }
 
-__global__ void load_block(ParameterRing* ring, unsigned long long* launches, DraftBatch* block) {
+__global__ void store_block(const __grid_constant__ DraftBatch batch, DeviceBlock block) {
+  clear_flags(block);
+  if (threadIdx.x == 0) *block.batch = batch;
+}
+
+__global__ void load_block(ParameterRing* ring, unsigned long long* launches, DeviceBlock block) {
+  clear_flags(block);
   const unsigned long long launch = *launches;
   const auto* const from = reinterpret_cast<const Word*>(&ring->entries[launch % kDepth]);
   for (unsigned i = threadIdx.x; i < sizeof(DraftBatch) / sizeof(Word); i += kWarp)
-    reinterpret_cast<Word*>(block)[i] = from[i];
+    reinterpret_cast<Word*>(block.batch)[i] = from[i];
   __syncthreads();
   if (threadIdx.x != 0) return;
   *launches = launch + 1;
@@ -89,7 +96,7 @@ PinnedMemory allocate_pinned(std::size_t bytes) {
   return PinnedMemory(block);
 }
 
-Graphs::Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, DraftBatch* block)
+Graphs::Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, const DeviceBlock& block)
     : buckets_(plan_buckets(limits, speculation)),
       block_(block),
       ring_memory_(allocate_pinned(sizeof(ParameterRing))),
@@ -122,6 +129,12 @@ void Graphs::capture_all(const Body& body) {
   execs_ = std::move(execs);
 }
 
+void Graphs::discard(const std::function<void(cudaStream_t)>& body) {
+  Capture capture(capture_stream_);
+  body(capture_stream_);
+  EAGLEX_CUDA_CHECK(cudaGraphExecDestroy(capture.finish()));
+}
+
 int Graphs::find(int lanes, int rows) const noexcept {
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     if (lanes <= buckets_[i].lanes) return rows <= buckets_[i].rows ? static_cast<int>(i) : -1;
@@ -150,7 +163,7 @@ void Graphs::launch(int bucket, const DraftBatch& batch, cudaStream_t stream) {
   ++launched_;
 }
 
-void launch_store_block(const DraftBatch& batch, DraftBatch* block, cudaStream_t stream) {
+void launch_store_block(const DraftBatch& batch, const DeviceBlock& block, cudaStream_t stream) {
   launch("store_block", store_block, {dim3(1), kWarp, 0, stream}, batch, block);
 }
 

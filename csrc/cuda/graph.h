@@ -20,6 +20,12 @@ struct ParameterRing {
   volatile unsigned long long read;
 };
 
+// Where a cycle's parameters lie on the device: the block, and the flags that are cleared with it (Chain::drafting).
+struct DeviceBlock {
+  DraftBatch* batch = nullptr;
+  std::int32_t* drafting = nullptr;
+};
+
 class Graphs {
  public:
   // Lanes and rows that one graph is good for.
@@ -29,7 +35,7 @@ class Graphs {
   };
 
   // `block` is the device's copy of the parameter block, which all kernels of the chain read.
-  Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, DraftBatch* block);
+  Graphs(const EngineLimits& limits, const SpeculationConfig& speculation, const DeviceBlock& block);
   ~Graphs();
   Graphs(const Graphs&) = delete;
   Graphs& operator=(const Graphs&) = delete;
@@ -37,6 +43,8 @@ class Graphs {
   // Captures `body` for every bucket, on a stream of its own; `body` launches to the stream that it is given.
   using Body = std::function<void(Bucket, cudaStream_t)>;
   void capture_all(const Body& body);
+  // Captures what `body` launches and throws it away, never to run: its kernels are loaded by then.
+  void discard(const std::function<void(cudaStream_t)>& body);
   [[nodiscard]] bool captured() const noexcept { return !execs_.empty(); }
   // The smallest bucket that holds the batch; -1 where none does, so for a long prompt.
   [[nodiscard]] int find(int lanes, int rows) const noexcept;
@@ -49,7 +57,7 @@ class Graphs {
   std::vector<Bucket> buckets_;
   std::vector<cudaGraphExec_t> execs_;
   cudaStream_t capture_stream_ = nullptr;
-  DraftBatch* block_ = nullptr;
+  DeviceBlock block_;
   PinnedMemory ring_memory_;
   ParameterRing* ring_ = nullptr;
   DeviceMemory launches_;            // unsigned long long, the device's count
@@ -57,6 +65,6 @@ class Graphs {
 };
 
 // The block by value: for raw launches, and for a host that captures them.
-void launch_store_block(const DraftBatch& batch, DraftBatch* block, cudaStream_t stream);
+void launch_store_block(const DraftBatch& batch, const DeviceBlock& block, cudaStream_t stream);
 
 }  // namespace eaglex::cuda

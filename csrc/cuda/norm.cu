@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kRowThreads)
   __shared__ float shared[kRowWarps];
   const std::int64_t local = blockIdx.x;
   const std::int64_t row = p.range.first + local;
-  if (row >= rows_of_pass(*chain.batch, p.range.rows.pass, chain.context.speculation.topk)) return;
+  if (row >= rows_of_pass(chain, p.range.rows)) return;
   const int width = chain.context.config.hidden_size;
   T* const out = static_cast<T*>(p.normed) + local * width;
   const T* const x = static_cast<const T*>(p.x) + row * width;

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const std::int64_t local = blockIdx.x;
   const std::int64_t row = p.range.first + local;
   const Pass pass = p.range.rows.pass;
-  if (row >= rows_of_pass(batch, pass, context.speculation.topk)) return;
+  if (row >= rows_of_pass(chain, p.range.rows)) return;
   const int hidden_size = context.config.hidden_size;
   const int width = p.first_layer ? 2 * hidden_size : hidden_size;
   T* const x = static_cast<T*>(p.x) + local * width;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const std::int64_t local = blockIdx.x;
   const std::int64_t row = p.range.first + local;
   const int topk = context.speculation.topk;
-  if (row >= rows_of_pass(batch, p.range.rows.pass, topk)) return;
+  if (row >= rows_of_pass(chain, p.range.rows)) return;
   const int q_size = p.parts == QkvParts::kKeyValue ? 0 : config.q_size();
   const int kv_size = p.parts == QkvParts::kQuery ? 0 : config.kv_size();
   T* const q = static_cast<T*>(p.q) + row * config.q_size();

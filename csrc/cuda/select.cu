@@ -32,7 +32,11 @@ __global__ void __launch_bounds__(kChainThreads)
   const auto lane = static_cast<std::int32_t>(blockIdx.x * kChainThreads + threadIdx.x);
   if (lane >= chain.batch->batch) return;
   const LaneStatus status = select_lane(chain.context, *chain.batch, params, lane);
-  if (is_last_step(chain.context, params)) count_lane(chain.context, status);
+  if (is_last_step(chain.context, params)) {
+    count_lane(chain.context, status);
+  } else if (status == LaneStatus::kLive) {
+    chain.drafting[params.draft_step + 1] = 1;
+  }
 }
 
 // core's grow_grid, one thread per candidate; false where a token is outside the vocabulary.
@@ -58,9 +62,10 @@ __device__ bool grow_grid_block(const EngineContext& context, const SelectParams
   return __syncthreads_and(sound) != 0;
 }
 
-// core's choose_frontier: k reductions over the step's candidates, then one thread per frontier node.
-__device__ void choose_frontier_block(const EngineContext& context, const SelectParams& params, std::int32_t lane,
-                                      Ranked* shared) {
+// core's choose_frontier: k reductions over the step's candidates, then one thread per frontier node. Returns the best
+// score.
+__device__ float choose_frontier_block(const EngineContext& context, const SelectParams& params, std::int32_t lane,
+                                       Ranked* shared) {
   __shared__ Ranked chosen[kMaxTopk];
   const LaneState& state = context.lanes;
   const int k = context.speculation.topk;
@@ -77,7 +82,7 @@ __device__ void choose_frontier_block(const EngineContext& context, const Select
     if (thread == 0) chosen[i] = best;
   }
   __syncthreads();
-  if (thread >= k) return;
+  if (thread >= k) return chosen[0].value;
   const Ranked best = chosen[thread];
   const std::int64_t node = static_cast<std::int64_t>(lane) * k + thread;
   const int parent_row = best.index / k;
@@ -90,15 +95,16 @@ __device__ void choose_frontier_block(const EngineContext& context, const Select
   std::int32_t* const after = state.ancestors[params.draft_step % 2] + node * steps;
   for (int depth = 0; depth < params.draft_step; ++depth) after[depth] = before[depth];
   after[params.draft_step] = params.draft_step * k + thread;
+  return chosen[0].value;
 }
 
 // core's write_result: `count` reductions over the whole grid, then nodes numbered in grid order.
-__device__ void write_result_block(const EngineContext& context, std::int32_t lane, std::int64_t slot, int count,
+__device__ void write_result_block(const EngineContext& context, std::int32_t lane, std::int64_t slot, Ending ending,
                                    Ranked* shared) {
   __shared__ int kept_before[kThreads];
   const LaneState& state = context.lanes;
-  const int candidates = context.speculation.num_candidates();
-  const std::int64_t grid = static_cast<std::int64_t>(lane) * candidates;
+  const int candidates = ending.candidates;
+  const std::int64_t grid = static_cast<std::int64_t>(lane) * context.speculation.num_candidates();
   const int thread = static_cast<int>(threadIdx.x);
   const int run =
       ceil_div(candidates, kThreads);  // a thread's candidates lie together, so that numbering is a scan over threads
@@ -109,7 +115,7 @@ __device__ void write_result_block(const EngineContext& context, std::int32_t la
     const int c = thread * run + i;
     if (i < run && c < candidates) mine[i] = {state.grid_scores[grid + c], c};
   }
-  for (int n = 0; n < count; ++n) {
+  for (int n = 0; n < ending.count; ++n) {
     Ranked best;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -157,21 +163,31 @@ __global__ void __launch_bounds__(kThreads)
   const bool drafts = context.speculation.num_steps > 0;
   LaneStatus status = status_of(context, lane);
   __syncthreads();  // before thread 0 changes it
+  if (status == LaneStatus::kStopped) {
+    if (is_last_step(context, params) && threadIdx.x == 0) count_lane(context, status);
+    return;
+  }
   if (status == LaneStatus::kLive && drafts && !grow_grid_block(context, params, lane)) {
     status = LaneStatus::kBadIndex;
     if (threadIdx.x == 0) context.lanes.status[lane] = static_cast<std::int32_t>(status);
   }
   if (!is_last_step(context, params)) {
-    if (status == LaneStatus::kLive) choose_frontier_block(context, params, lane, shared);
-    return;
+    if (status != LaneStatus::kLive) return;
+    if (!(choose_frontier_block(context, params, lane, shared) < context.speculation.stop_score)) {
+      if (threadIdx.x == 0) chain.drafting[params.draft_step + 1] = 1;
+      return;
+    }
+    status = LaneStatus::kStopped;
+    if (threadIdx.x == 0) context.lanes.status[lane] = static_cast<std::int32_t>(status);
+  } else if (threadIdx.x == 0) {
+    count_lane(context, status);
   }
-  if (threadIdx.x == 0) count_lane(context, status);
   const std::int64_t slot = batch.req_pool_indices[lane];
   if (slot <= 0 || slot >= context.limits.num_slots) return;
-  const int count = status == LaneStatus::kLive && drafts ? context.speculation.num_draft_tokens - 1 : 0;
-  if (count > 0) write_result_block(context, lane, slot, count, shared);
+  const Ending ending = ending_of(context.speculation, status, params.draft_step);
+  if (ending.count > 0) write_result_block(context, lane, slot, ending, shared);
   if (threadIdx.x != 0) return;
-  context.results.num_nodes[slot] = count;
+  context.results.num_nodes[slot] = ending.count;
   context.results.drafted_for[slot] = context.lanes.new_len[lane];
 }
 

@@ -57,6 +57,10 @@ void DraftEngine::enqueue(const BatchTensors& batch, Stream stream) {
   loop_.cycle(block.batch, block.num_rows);
 }
 
+void DraftEngine::warm_up() {
+  backend_->warm_up([this](int lanes, int rows) { loop_.cycle(lanes, rows); });
+}
+
 void DraftEngine::run(const BatchTensors& batch, Stream stream) {
   const DraftBatch block = admit(batch);
   backend_->begin(block, stream);

@@ -22,6 +22,9 @@ class DraftEngine {
   DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config, const SpeculationConfig& speculation,
               const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors);
 
+  // To be called once at start, before the first cycle: whatever a backend prepares for its first run (graphs of all
+  // batch sizes) is made here instead.
+  void warm_up();
   // One cycle as raw launches on `stream`; a host may capture them. Results appear by request slot.
   void enqueue(const BatchTensors& batch, Stream stream);
   // One cycle as one launch: the backend replays its graph of this batch size.
@@ -29,6 +32,8 @@ class DraftEngine {
   // The drafts of these slots as the verifier's tensors.
   void tree(const VerifyTensors& batch, Stream stream);
 
+  // Whether this weight matrix is still read where it lies; else its owner may free it.
+  [[nodiscard]] bool reads_original(const void* matrix) const { return backend_->reads_original(matrix); }
   [[nodiscard]] const char* backend_name() const noexcept { return backend_->name(); }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept { return loop_.workspace_bytes(); }
 

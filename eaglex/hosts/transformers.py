@@ -164,7 +164,7 @@ class TransformersHost:
         context = min(config.max_positions, target.facts.max_positions or config.max_positions)
         self.target, self.speculation, self.limits = target, speculation, limits
         self.context = context if limits.max_length == 0 else min(limits.max_length, context)
-        self.team = team
+        self.team, self.draft_config = team, config
         if team is not None:
             target.around = team.collective
         self.slots: Slots = self._make_slots(config, weights, dedicated)

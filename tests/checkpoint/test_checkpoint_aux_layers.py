@@ -83,6 +83,7 @@ def test_arguments_win():
         ({}, {"num_aux": 5}, "expected 5 ids"),
         ({}, {"convention": OUTPUT}, "convention: expected none"),
         ({"eagle_config": {KEY: [24, 30, 36]}}, {"convention": OUTPUT}, r"in 0\.\.35"),
+        ({}, {"argument": [24, 30, 36]}, r"in 0\.\.35 \(convention output\)"),  # never re-read in silence
     ],
 )
 def test_refusals(config, arguments, named):

@@ -37,13 +37,14 @@ class Recorder final : public Backend {
     memory = std::make_unique<std::byte[]>(bytes);
     return memory.get();
   }
-  Linear prepare(std::span<const TensorView> parts) override {
+  Linear prepare(std::span<const Matrix> parts) override {
     Linear linear;
     linear.num_parts = static_cast<int>(parts.size());
     return linear;
   }
   void bind(const EngineContext&) override { log.emplace_back("bind"); }
   void begin(const DraftBatch&, Stream) override {}
+  void warm_up(const std::function<void(int, int)>&) override {}
   void replay(int, int, const std::function<void(int, int)>&) override {}
   void admit() override { log.emplace_back("admit"); }
   void fuse(const FuseParams& p) override { log.push_back("fuse " + words(p.rows)); }

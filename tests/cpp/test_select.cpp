@@ -129,6 +129,37 @@ TEST_CASE("no draft: the count is 0 and the length is said, whatever the reason"
   CHECK(world.drafted_for[1] == 42);
 }
 
+TEST_CASE("a draft that falls below the threshold ends with that step, and later steps leave it alone") {
+  World world({4, 1, 5});
+  world.context.speculation.stop_score = -1.0F;
+  CHECK(world.step(0, {-0.5F}, {3}) == LaneStatus::kLive);
+  CHECK(world.num_nodes[1] == 9);
+  CHECK(world.step(1, {-0.75F}, {1}) == LaneStatus::kStopped);
+  CHECK(world.num_nodes[1] == 2);
+  CHECK(world.drafted_for[1] == 42);
+  CHECK(world.step(2, {-0.1F}, {2}) == LaneStatus::kStopped);
+  CHECK(world.step(3, {-0.1F}, {2}) == LaneStatus::kStopped);
+  CHECK(world.num_nodes[1] == 2);
+  CHECK(world.slot_one(world.draft_tokens)[0] == 3);
+  CHECK(world.slot_one(world.draft_tokens)[1] == 1);
+}
+
+TEST_CASE("in the last step there is nothing left to stop") {
+  World world({2, 1, 3});
+  world.context.speculation.stop_score = -1.0F;
+  CHECK(world.step(0, {-0.5F}, {3}) == LaneStatus::kLive);
+  CHECK(world.step(1, {-9.0F}, {1}) == LaneStatus::kLive);
+  CHECK(world.num_nodes[1] == 2);
+}
+
+TEST_CASE("a tree stops by its best node and keeps what there is") {
+  World world({3, 2, 7});
+  world.context.speculation.stop_score = -0.4F;
+  CHECK(world.step(0, {-0.1F, -2.0F}, {5, 6}) == LaneStatus::kLive);
+  CHECK(world.step(1, {-0.5F, -0.8F, -0.1F, -5.0F}, {7, 8, 9, 4}) == LaneStatus::kStopped);
+  CHECK(world.num_nodes[1] == 6);  // all candidates so far
+}
+
 TEST_CASE("a d2t that leaves the vocabulary voids the lane's draft") {
   World world({2, 1, 3});
   const std::vector<std::int64_t> d2t = {0, 99, 0};  // id 1 → 100, one past the end

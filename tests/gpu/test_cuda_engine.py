@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import test_early_stop
 import test_engine
 import test_engine_isolation
 import torch
 from support.cuda_rig import CudaRig, chain_log_probs
 from support.models import make_config, random_weights, rejection
 from support.rig import Ask, Layout, Rig
+from test_early_stop import *  # noqa: F403
 from test_engine import *  # noqa: F403
 from test_engine_isolation import *  # noqa: F403
 
@@ -24,7 +26,7 @@ del test_16_bit_weights_and_rows  # noqa: F821
 @pytest.fixture(autouse=True, scope="module")
 def _on_cuda():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (test_engine, test_engine_isolation):
+        for module in (test_early_stop, test_engine, test_engine_isolation):
             patch.setattr(module, "Rig", CudaRig)
         yield
 

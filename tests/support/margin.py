@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eaglex import reference
+from eaglex.config import SpeculationConfig
 
 
 class Margin:
@@ -32,10 +33,11 @@ def recorded() -> Iterator[Margin]:
     A step's top-k and the frontier need their order, so all gaps down to the first loser count. `select` keeps a
     set, so only the
     gap between the last kept and the first dropped counts. A draw hangs on the distance from the uniform to the
-    nearest edge.
+    nearest edge, an early stop on that from the score to the threshold.
     """
     margin = Margin()
     top_k, select, inverse_cdf = reference.top_k, reference.select, reference.inverse_cdf
+    falls_short = reference.falls_short
 
     def ranked(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         best = values.sort(-1, descending=True).values[:, : k + 1]
@@ -56,9 +58,14 @@ def recorded() -> Iterator[Margin]:
         margin.narrow(float((running / running[-1] - uniform.double()).abs().min()))
         return inverse_cdf(weights, uniform)
 
+    def stopped(score: float, speculation: SpeculationConfig) -> bool:
+        margin.narrow(abs(score - speculation.stop_score))
+        return falls_short(score, speculation)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "top_k", ranked)
         patch.setattr(reference, "select", cut)
+        patch.setattr(reference, "falls_short", stopped)
         patch.setattr(reference, "inverse_cdf", drawn)
         yield margin
 

@@ -19,15 +19,15 @@ class Shape:
 
     vocab_size: int = 2048
     hidden_size: int = 256
-    target_intermediate_size: int = 704
-    draft_intermediate_size: int = 768
+    target_intermediate_size: int = 512
+    draft_intermediate_size: int = 2048
     num_layers: int = 8
     num_heads: int = 8
     head_dim: int = 64
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_positions: int = 2048
-    draft_vocab_size: int = 1536
+    draft_vocab_size: int = 1792
     # Layer OUTPUT ids, as SGLang reads them: its default for 8 layers (capture before layers 2, 4, 5).
     aux_layer_ids: tuple[int, int, int] = (1, 3, 4)
 

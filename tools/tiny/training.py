@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from .corpus import BOS
 from .model import Head, Shape, Target
 
-TARGET_LR, HEAD_LR, HEAD_GENERATED_LR = 4e-3, 3e-3, 1.5e-3
-REPETITION_LR, REPETITION_WEIGHT = 6e-4, 2.0
+TARGET_LR, HEAD_LR = 3e-3, 3e-3
+REPETITION_LR, REPETITION_WEIGHT = 3e-4, 2.0
+PROMPT_ROW_WEIGHT = 0.3  # of the head's loss on rows of corpus text, against 1 on the target's own text
 UNROLLED_STEPS = 5
 STEP_DECAY = 0.8  # weight of step k is 0.8^k, as in the EAGLE papers
 PROMPT_LENGTH = 128  # of everything that the target continues
@@ -38,17 +39,11 @@ class Budget:
     repetition_seconds: float
     generated_sequences: int
     generated_batch: int
-    generated_tokens: int  # new tokens per sequence; the head's sequences are PROMPT_LENGTH longer in both phases
+    generated_tokens: int  # new tokens per sequence; the head's sequences are PROMPT_LENGTH longer
     head_batch: int
-    head_tokens: int
+    head_epochs: int
     head_seconds: float
-    head_generated_epochs: int
-    head_generated_seconds: float
     compiled: bool
-
-    @property
-    def head_sequence(self) -> int:
-        return PROMPT_LENGTH + self.generated_tokens
 
 
 class Batches:
@@ -67,63 +62,19 @@ class Batches:
         return tokens
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz iterations (Jordan et al. 2024), for the inner matrices.
-
-    Matrices of one shape are stacked, so that a step costs a few batched products instead of thousands of small
-    kernels. The update is scaled to AdamW's usual size (Liu et al. 2025), so learning rate and decay are AdamW's.
-    """
-
-    def __init__(self, matrices: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = {}
-            for p in group["params"]:
-                by_shape.setdefault(p.shape, []).append(p)
-            for shape, same in by_shape.items():
-                gradient = torch.stack([p.grad for p in same])
-                momentum = self.state[same[0]].setdefault("momentum", torch.zeros_like(gradient))
-                momentum.lerp_(gradient, 1 - group["momentum"])
-                update = orthogonal(gradient.lerp(momentum, group["momentum"])) * (0.2 * max(shape) ** 0.5)
-                torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(same, list((update * -group["lr"]).unbind()))
-
-
-def orthogonal(x: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrices of a stack [n, rows, columns], roughly: five quintic iterations."""
-    tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
-    if x.is_cuda:
-        y = y.bfloat16()
-    y = y / (y.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        square = y @ y.mT
-        y = 3.4445 * y + (-4.7750 * square + 2.0315 * square @ square) @ y
-    return (y.mT if tall else y).to(x.dtype)
-
-
 class Loop:
-    """Steps until the budget of steps or seconds is used; sets the learning rate: warm-up, then linear to zero.
-
-    Muon moves the matrices inside the layers, AdamW the embedding, the output layer and the norms.
-    """
+    """AdamW until the budget of steps or seconds is used. The learning rate: warm-up, then linear to zero."""
 
     def __init__(self, module: nn.Module, *, lr: float, steps: int, seconds: float, warmup: int, log: str) -> None:
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        inner = [p for n, p in named if p.dim() == 2 and "embed_tokens" not in n and "lm_head" not in n]
-        tables = [p for n, p in named if p.dim() == 2 and ("embed_tokens" in n or "lm_head" in n)]
-        norms = [p for _, p in named if p.dim() != 2]
-        adamw = torch.optim.AdamW(
-            [{"params": tables, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        matrices = [p for p in self.parameters if p.dim() == 2]
+        norms = [p for p in self.parameters if p.dim() != 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
             lr=lr,
             betas=(0.9, 0.95),
-            fused=named[0][1].is_cuda,
+            fused=self.parameters[0].is_cuda,
         )
-        self.optimizers = [Muon(inner, lr=lr, weight_decay=0.1), adamw]
-        self.parameters = [p for _, p in named]
         self.lr, self.steps, self.seconds, self.warmup, self.log = lr, steps, seconds, warmup, log
         self.done = 0
 
@@ -132,7 +83,7 @@ class Loop:
         elapsed = 0.0
         while self.done < self.steps and elapsed < self.seconds:
             used = max(self.done / self.steps, elapsed / self.seconds)
-            for group in (g for o in self.optimizers for g in o.param_groups):
+            for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * min(1.0, (self.done + 1) / self.warmup) * (1 - used)
             yield self.done
             self.done += 1
@@ -140,12 +91,10 @@ class Loop:
         print(f"{self.log}: {self.done} steps in {elapsed:.1f} s", flush=True)
 
     def step(self, loss: Tensor) -> None:
-        for p in self.parameters:
-            p.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.optimizer.step()
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -200,8 +149,8 @@ def discourage_repetition(target: Target, data: Batches, budget: Budget, goal: f
     """Sequence-level unlikelihood (Welleck et al. 2019): a small greedy model loops, and a loop fakes acceptance.
 
     Each round continues training prompts greedily, takes -log(1 - p) of the tokens that complete a repeated
-    6-gram of the continuation, and adds the usual loss on corpus text. Ends when distinct-4 of three rounds in a
-    row reaches the goal.
+    6-gram of the continuation, and adds the usual loss on corpus text. Ends as soon as distinct-4 reaches the goal:
+    beyond it text only gets harder to predict.
     """
     device, new_tokens = data.device, 128
     loop = Loop(
@@ -212,12 +161,13 @@ def discourage_repetition(target: Target, data: Batches, budget: Budget, goal: f
         warmup=5,
         log="repetition",
     )
-    reached = 0
     for round_number in loop:
         with autocast(device):
             tokens = target.generate(data.draw(budget.repetition_batch, PROMPT_LENGTH), new_tokens)
         made = tokens[:, PROMPT_LENGTH:]
-        reached = reached + 1 if (score := distinct(made)) >= goal else 0
+        if (score := distinct(made)) >= goal:
+            print(f"repetition round {round_number}: distinct-4 {score:.3f}, the goal", flush=True)
+            break
         again = repeats(made, 6)
         with autocast(device):
             hidden, _ = target(tokens[:, :-1])
@@ -226,14 +176,12 @@ def discourage_repetition(target: Target, data: Batches, budget: Budget, goal: f
             penalty = ((1 - p).clamp_min(1e-4).log().neg() * again).mean()
             usual = target.loss(data.draw(budget.batch, budget.sequence + 1))
         loop.step(usual + REPETITION_WEIGHT * penalty)
-        if round_number % 5 == 0 or reached == 3:
+        if round_number % 5 == 0:
             print(
                 f"repetition round {round_number}: distinct-4 {score:.3f}, penalty {penalty.item():.3f}, "
                 f"loss {usual.item():.3f}",
                 flush=True,
             )
-        if reached == 3:
-            break
 
 
 def draft_vocabulary(stream: np.ndarray, shape: Shape) -> Tensor:
@@ -250,7 +198,7 @@ def start_head(head: Head, target: Target, ids: Tensor) -> None:
 
 
 class HeadTrainer:
-    """The head's two phases over one frozen target, with one shape of batch, so that compiling pays."""
+    """Trains the head over one frozen target; every batch has one shape, so that compiling pays."""
 
     def __init__(self, head: Head, target: Target, ids: Tensor, budget: Budget) -> None:
         self.head, self.target, self.ids, self.budget = head, target, ids, budget
@@ -258,11 +206,12 @@ class HeadTrainer:
         self.layers = target.compiled_layers() if budget.compiled else []
         self.unroll = torch.compile(head.unroll, dynamic=False) if budget.compiled else head.unroll
 
-    def loss(self, tokens: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-        """Loss over the unrolled steps and, per step, how often the draft's argmax is the target's.
+    def loss(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, T]: prompts of PROMPT_LENGTH with the target's own text behind them.
 
-        tokens [B, T]; rows before first_row carry no loss. The label is the target's distribution restricted to
-        the draft vocabulary, at rows whose most likely token is in it (as SpecForge trains).
+        Returns the loss over the unrolled steps, and hits [UNROLLED_STEPS, B, rows]: whether the draft's argmax is
+        the target's, for the rows that draft text of the target. The label is the target's distribution restricted
+        to the draft vocabulary, at rows whose most likely token is in it (as SpecForge trains).
         """
         ids = self.ids
         with torch.no_grad():
@@ -270,71 +219,65 @@ class HeadTrainer:
             embedded = self.target.model.embed_tokens(tokens)
             wanted = self.target.lm_head(hidden)
             best = wanted.argmax(-1)
-            inside = torch.isin(best, ids)
             label = wanted[..., ids].float().softmax(-1)
+            weight = torch.isin(best, ids).float()
+            weight[:, : PROMPT_LENGTH - 1] *= PROMPT_ROW_WEIGHT
         total = torch.zeros((), device=self.device)
         hits = []
         for k, logits in enumerate(self.unroll(aux, embedded, UNROLLED_STEPS)):
-            row = slice(1 + k + first_row, 1 + k + logits.shape[1])
-            drafted = logits[:, first_row:].float()
-            nats = -(label[:, row] * drafted.log_softmax(-1)).sum(-1)
-            total = total + STEP_DECAY**k * (nats * inside[:, row]).sum() / inside[:, row].sum().clamp_min(1)
-            hits.append((ids[drafted.detach().argmax(-1)] == best[:, row]).float().mean())
+            row = slice(1 + k, 1 + k + logits.shape[1])
+            nats = -(label[:, row] * logits.float().log_softmax(-1)).sum(-1)
+            total = total + STEP_DECAY**k * (nats * weight[:, row]).sum() / weight[:, row].sum()
+            hits.append((ids[logits.detach().argmax(-1)] == best[:, row])[:, PROMPT_LENGTH - 2 :])
         return total, torch.stack(hits)
 
-    def _run(self, loop: Loop, batches: Iterator[Tensor], first_row: int) -> None:
-        for step in loop:
-            with autocast(self.device):
-                loss, hits = self.loss(next(batches), first_row)
-            loop.step(loss)
-            if step % 250 == 0:
-                shown = [round(h, 3) for h in hits.tolist()]
-                print(f"head step {step}: loss {loss.item():.3f}, agreement {shown}", flush=True)
-
-    def on_corpus(self, data: Batches) -> None:
-        """First phase: windows of the corpus."""
-        budget = self.budget
-        per_step = budget.head_batch * budget.head_sequence
-        steps = max(1, budget.head_tokens // per_step)
-        loop = Loop(self.head, lr=HEAD_LR, steps=steps, seconds=budget.head_seconds, warmup=100, log="head on corpus")
-
-        def batches() -> Iterator[Tensor]:
-            while True:
-                yield data.draw(budget.head_batch, budget.head_sequence)
-
-        self._run(loop, batches(), 0)
-
-    def on_generated(self, made: Tensor, seed: int) -> None:
-        """Second phase: the target's own greedy text made [n, T], whose next token is always the target's argmax."""
+    def train(self, made: Tensor, held_out: Tensor, seed: int) -> None:
+        """made [n, T]: the target's greedy text, whose next token is always the target's argmax; held_out alike."""
         budget = self.budget
         random = torch.Generator().manual_seed(seed)
         per_epoch = len(made) // budget.head_batch
-        loop = Loop(
-            self.head,
-            lr=HEAD_GENERATED_LR,
-            steps=per_epoch * budget.head_generated_epochs,
-            seconds=budget.head_generated_seconds,
-            warmup=50,
-            log="head on generated text",
-        )
-
-        def batches() -> Iterator[Tensor]:
-            while True:
+        steps = per_epoch * budget.head_epochs
+        loop = Loop(self.head, lr=HEAD_LR, steps=steps, seconds=budget.head_seconds, warmup=100, log="head")
+        order = torch.empty(0)
+        for step in loop:
+            if step % per_epoch == 0:
                 order = torch.randperm(len(made), generator=random).to(self.device)
-                for rows in order[: per_epoch * budget.head_batch].split(budget.head_batch):
-                    yield made[rows]
+            at = step % per_epoch * budget.head_batch
+            with autocast(self.device):
+                loss, hits = self.loss(made[order[at : at + budget.head_batch]])
+            loop.step(loss)
+            if step % 500 == 0:
+                shown = f"{chain_length(hits):.3f} in training, {self.evaluate(held_out):.3f} held out"
+                print(f"head step {step}: loss {loss.item():.3f}, chain {shown}", flush=True)
+        print(f"head: chain {self.evaluate(held_out):.3f} on held-out prompts", flush=True)
 
-        self._run(loop, batches(), PROMPT_LENGTH - 2)
+    @torch.no_grad()
+    def evaluate(self, made: Tensor) -> float:
+        """chain_length() over all whole batches of made [n, T]."""
+        size = self.budget.head_batch
+        with autocast(self.device):
+            parts = [self.loss(made[at : at + size])[1] for at in range(0, len(made) - size + 1, size)]
+        return chain_length(torch.cat(parts, dim=1))
 
 
-def generate_corpus(target: Target, data: Batches, budget: Budget) -> Tensor:
-    """Greedy continuations of training prompts: tokens [n, PROMPT_LENGTH + generated_tokens]."""
+def chain_length(hits: Tensor) -> float:
+    """Accept length if a chain were drafted from every row, the bonus token counted; hits [steps, B, rows] bool.
+
+    Greedy text is what verification would have accepted, so the unrolled steps see the tokens that a chain sees. An
+    accept length over cycles starts chains more often where drafting is hard, and so comes out lower.
+    """
+    return 1 + hits.float().cumprod(0).mean((1, 2)).sum().item()
+
+
+def generate_text(target: Target, data: Batches, budget: Budget, sequences: int) -> Tensor:
+    """Greedy continuations of random prompts: tokens [n, PROMPT_LENGTH + generated_tokens]."""
     out = []
     started = time.monotonic()
-    for _ in range(max(1, budget.generated_sequences // budget.generated_batch)):
+    batch = min(budget.generated_batch, sequences)
+    for _ in range(sequences // batch):
         with autocast(data.device):
-            out.append(target.generate(data.draw(budget.generated_batch, PROMPT_LENGTH), budget.generated_tokens))
+            out.append(target.generate(data.draw(batch, PROMPT_LENGTH), budget.generated_tokens))
     made = torch.cat(out)
-    score = distinct(made[:64, PROMPT_LENGTH:])
+    score = distinct(made[:256, PROMPT_LENGTH:])
     print(f"generated {len(made)} sequences in {time.monotonic() - started:.1f} s, distinct-4 {score:.3f}", flush=True)
     return made

@@ -1,0 +1,217 @@
+// An engine of random bf16 weights on the device, with the host's side of it: KV pool, request table, one batch, and
+// the verifier's buffers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/factory.h"
+#include "draft/engine.h"
+#include "random.cuh"
+#include "recorder.h"
+
+namespace eaglex::bench {
+
+struct Shape {
+  std::string name;
+  int hidden = 0;
+  int intermediate = 0;
+  int heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  int vocab = 0;
+  int draft_vocab = 0;
+};
+
+struct Case {
+  int batch = 1;
+  int num_steps = 5;
+  int topk = 1;
+  int num_draft_tokens = 6;
+  int context = 1024;
+  float stop_score = -std::numeric_limits<float>::infinity();
+};
+
+class Subject {
+ public:
+  Subject(const Shape& shape, const Case& c, std::uint32_t seed) : shape_(shape), case_(c), seed_(seed) {
+    constexpr int kRoom = 128;
+    config_.hidden_size = config_.target_hidden_size = shape.hidden;
+    config_.intermediate_size = shape.intermediate;
+    config_.num_heads = shape.heads;
+    config_.num_kv_heads = shape.kv_heads;
+    config_.head_dim = config_.rotary_dim = shape.head_dim;
+    config_.vocab_size = shape.vocab;
+    config_.draft_vocab_size = shape.draft_vocab;
+    config_.max_positions = c.context + kRoom;
+    speculation_.num_steps = c.num_steps;
+    speculation_.topk = c.topk;
+    speculation_.num_draft_tokens = c.num_draft_tokens;
+    speculation_.stop_score = c.stop_score;
+    const std::int64_t slots = c.batch + 1, length = config_.max_positions, rows = rows_of_batch();
+    auto recorder = std::make_unique<Recorder>(make_cuda_backend(0));
+    recorder_ = recorder.get();
+
+    EngineTensors tensors;
+    tensors.req_to_token = ids<std::int32_t>({slots, length}, [&](std::int64_t i) {
+      return i * 1000003 % (slots * length);  // a prime: each slot once, no two neighbours together
+    });
+    tensors.draft_k = {random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1)};
+    tensors.draft_v = {random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1)};
+    const std::int64_t nodes = c.num_draft_tokens - 1;
+    tensors.draft_tokens = empty(DType::kI64, {slots, nodes});
+    tensors.parents = empty(DType::kI32, {slots, nodes});
+    tensors.scores = empty(DType::kF32, {slots, nodes});
+    tensors.num_nodes = empty(DType::kI32, {slots});
+    tensors.drafted_for = empty(DType::kI64, {slots});
+    tensors.counters = counters_ = empty(DType::kI64, {kNumLaneStatus});
+    for (const TensorView& view : {tensors.draft_k[0], tensors.draft_v[0], tensors.draft_tokens, tensors.parents,
+                                   tensors.scores, tensors.num_nodes, tensors.drafted_for})
+      written_.push_back(view);
+    const EngineLimits limits{c.batch, static_cast<int>(rows), static_cast<int>(slots)};
+    engine_ = std::make_unique<DraftEngine>(std::move(recorder), config_, speculation_, limits, weights(), tensors);
+
+    const std::int64_t b = c.batch, n = c.num_draft_tokens;
+    const std::int64_t valid = std::min<std::int64_t>(n, 3);  // accepted of the cycle before
+    batch_.aux_hidden_states = random({rows, config_.aux_width()}, 0, 1);
+    batch_.input_ids = ids<std::int64_t>({rows}, [&](std::int64_t i) { return i * 7919 % shape.vocab; });
+    batch_.row_start = ids<std::int32_t>({b + 1}, [&](std::int64_t i) { return i * n; });
+    batch_.num_valid = ids<std::int32_t>({b}, [&](std::int64_t) { return valid; });
+    batch_.draft_from = ids<std::uint8_t>({b}, [](std::int64_t) { return 1; });
+    batch_.req_pool_indices = ids<std::int64_t>({b}, [](std::int64_t i) { return i + 1; });
+    batch_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t) { return c.context; });
+
+    verify_.mask_mode = MaskMode::kFull;
+    verify_.req_pool_indices = batch_.req_pool_indices;
+    verify_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t) { return c.context + valid; });
+    verify_.bonus_tokens = ids<std::int64_t>({b}, [](std::int64_t i) { return i; });
+    for (TensorView* const tensor : {&verify_.draft_tokens, &verify_.positions, &verify_.retrieve_index,
+                                     &verify_.retrieve_next_token, &verify_.retrieve_next_sibling})
+      *tensor = empty(DType::kI64, {b, n});
+    verify_.mask = empty(DType::kU8, {b * n * (c.context + valid + n)});
+    stream::check(cudaDeviceSynchronize(), "contents");  // they come by the default stream, others read them
+  }
+
+  void run(cudaStream_t stream) { engine_->run(batch_, stream); }
+  void tree(cudaStream_t stream) { engine_->tree(verify_, stream); }
+  void warm_up() { engine_->warm_up(); }
+  void aim(cudaStream_t stream) { recorder_->aim(stream); }
+  // One cycle of raw launches, as the list of its steps.
+  [[nodiscard]] std::vector<RecordedStep> record(cudaStream_t stream) {
+    recorder_->start();
+    engine_->enqueue(batch_, stream);
+    return recorder_->stop();
+  }
+
+  // What a cycle writes: the pool's K and V, then the results.
+  [[nodiscard]] const std::vector<TensorView>& written() const { return written_; }
+  // Whatever lies between the steps becomes NaN and -1.
+  void poison(cudaStream_t stream) const { stream::check(recorder_->poison(stream), "poison"); }
+
+  [[nodiscard]] const char* backend() const { return engine_->backend_name(); }
+  [[nodiscard]] std::size_t workspace_bytes() const { return engine_->workspace_bytes(); }
+  // Cycles times requests that drafted to their end.
+  [[nodiscard]] std::int64_t drafted() const {
+    std::int64_t count = 0;
+    stream::check(cudaMemcpy(&count, counters_.data, sizeof count, cudaMemcpyDeviceToHost), "counters");
+    return count;
+  }
+
+  // Bytes that a step must read: its weights, and for attention K and V of the prefix.
+  [[nodiscard]] double bytes(const std::string& step) const {
+    const double h = shape_.hidden, i = shape_.intermediate, q = config_.q_size(), kv = config_.kv_size();
+    double elements = 0;
+    if (step == "fuse") elements = h * config_.aux_width();
+    if (step == "qkv") elements = (q + 2 * kv) * 2 * h;
+    if (step == "attention") elements = 2 * kv * case_.context * case_.batch;
+    if (step == "o_proj") elements = q * h;
+    if (step == "gate_up") elements = 2 * i * h;
+    if (step == "down") elements = i * h;
+    if (step == "head") elements = h * shape_.draft_vocab;
+    return 2 * elements;
+  }
+  [[nodiscard]] double step_bytes() const {
+    double sum = 0;
+    for (const char* const step : {"qkv", "attention", "o_proj", "gate_up", "down", "head"}) sum += bytes(step);
+    return sum;
+  }
+  [[nodiscard]] double extend_bytes() const { return bytes("fuse") + step_bytes(); }
+  [[nodiscard]] double cycle_bytes() const { return extend_bytes() + (case_.num_steps - 1) * step_bytes(); }
+
+ private:
+  [[nodiscard]] std::int64_t rows_of_batch() const {
+    return static_cast<std::int64_t>(case_.batch) * case_.num_draft_tokens;
+  }
+
+  TensorView empty(DType type, std::vector<std::int64_t> sizes) {
+    TensorView view;
+    view.dtype = type;
+    view.device = {DeviceKind::kCuda, 0};
+    view.rank = static_cast<int>(sizes.size());
+    std::int64_t stride = 1;
+    for (std::size_t i = sizes.size(); i-- > 0;) {
+      view.shape[i] = sizes[i];
+      view.stride[i] = stride;
+      stride *= sizes[i];
+    }
+    memory_.push_back(std::make_unique<Buffer<bf16>>((static_cast<std::size_t>(stride) * size_of(type) + 1) / 2));
+    view.data = memory_.back()->get();
+    return view;
+  }
+  TensorView random(std::vector<std::int64_t> sizes, float mean, float scale) {
+    TensorView view = empty(DType::kBF16, std::move(sizes));
+    randomise(*memory_.back(), seed_ += 17, mean, scale);
+    return view;
+  }
+  TensorView matrix(std::int64_t out, std::int64_t in) {
+    return random({out, in}, 0, 1 / std::sqrt(static_cast<float>(in)));
+  }
+  template <class T, class F>
+  TensorView ids(std::vector<std::int64_t> sizes, F&& value) {
+    const DType type = sizeof(T) == 1 ? DType::kU8 : sizeof(T) == 4 ? DType::kI32 : DType::kI64;
+    TensorView view = empty(type, std::move(sizes));
+    std::vector<T> values(static_cast<std::size_t>(view.numel()));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<T>(value(static_cast<std::int64_t>(i)));
+    stream::check(cudaMemcpy(view.data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "ids");
+    return view;
+  }
+  DraftWeights weights() {
+    const std::int64_t h = shape_.hidden, i = shape_.intermediate, q = config_.q_size(), kv = config_.kv_size();
+    DraftWeights w;
+    w.embed_tokens = random({shape_.vocab, h}, 0, 0.02F);
+    w.fc = matrix(h, config_.aux_width());
+    w.layers.push_back({random({h}, 1, 0.1F), random({h}, 1, 0.1F), matrix(q, 2 * h), matrix(kv, 2 * h),
+                        matrix(kv, 2 * h), matrix(h, q), random({h}, 1, 0.1F), matrix(i, h), matrix(i, h),
+                        matrix(h, i)});
+    w.norm = random({h}, 1, 0.1F);
+    w.lm_head = matrix(shape_.draft_vocab, h);
+    const std::int64_t apart = shape_.vocab / shape_.draft_vocab;
+    w.d2t = ids<std::int64_t>({shape_.draft_vocab}, [&](std::int64_t d) { return d * apart - d; });
+    const int half = config_.rotary_dim / 2;
+    w.inv_freq = empty(DType::kF32, {half});
+    std::vector<float> frequencies;
+    for (int f = 0; f < half; ++f) frequencies.push_back(static_cast<float>(std::pow(5e5, -1.0 * f / half)));
+    stream::check(cudaMemcpy(w.inv_freq.data, frequencies.data(), frequencies.size() * 4, cudaMemcpyHostToDevice),
+                  "inv_freq");
+    return w;
+  }
+
+  Shape shape_;
+  Case case_;
+  std::uint32_t seed_;
+  DraftConfig config_;
+  SpeculationConfig speculation_;
+  std::vector<std::unique_ptr<Buffer<bf16>>> memory_;  // before the engine, which borrows it
+  TensorView counters_;
+  std::vector<TensorView> written_;
+  std::unique_ptr<DraftEngine> engine_;
+  Recorder* recorder_ = nullptr;
+  BatchTensors batch_;
+  VerifyTensors verify_;
+};
+
+}  // namespace eaglex::bench
