@@ -1,4 +1,5 @@
-// The only file that includes pybind11: translation between Python and the C++ engine, no decisions.
+// With its part bindings_bridge.cpp the only file that includes pybind11: translation between Python and the C++
+// engine, no decisions.
 //
 // Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors,
 // BatchTensors,
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "core/dlpack.h"
 #include "core/error.h"
 #include "cpu/factory.h"
@@ -339,6 +341,20 @@ void bind_engine(py::module_& m) {
 
 }  // namespace
 
+namespace eaglex::bindings {
+
+TensorView borrow(py::handle value, const std::string& field) {
+  TensorView view;
+  assign(view, value, field);
+  return view;
+}
+
+std::string show(const TensorView& view) {
+  return ::show(view);
+}
+
+}  // namespace eaglex::bindings
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ side of eaglex; use eaglex.engine.DraftEngine.";
   py::register_exception_translator([](std::exception_ptr pointer) {  // NOLINT(performance-unnecessary-value-param)
@@ -351,6 +367,7 @@ PYBIND11_MODULE(_C, m) {
   bind_configs(m);
   bind_tensors(m);
   bind_engine(m);
+  eaglex::bindings::bind_bridge(m);
   m.attr("MAX_STEPS") = eaglex::kMaxSteps;
   m.attr("MAX_TOPK") = eaglex::kMaxTopk;
   m.attr("MAX_DRAFT_TOKENS") = eaglex::kMaxDraftTokens;

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import eaglex
 from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.packed import DraftQuant
 
 if TYPE_CHECKING:
     from eaglex.hosts.pair import Pair
+    from eaglex.hosts.team import Team
     from eaglex.hosts.transformers import GenerateOptions, Output, TransformersHost
 
 PAIR = Path(__file__).resolve().parent.parent / "models" / "tiny"
@@ -97,54 +99,92 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="fail unless transformers' own greedy generate gives the same tokens")
     add("--no-baseline", action="store_true", help="do not time the target alone")
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add(
+        "--deadline", type=float, default=60.0, metavar="S",
+        help="with torchrun: seconds after which a rank that does not come is lost (default 60)",
+    )  # fmt: skip
+    add(
+        "--placement", choices=("rank0", "dedicated"), default="rank0",
+        help="with torchrun: where the draft runs, on rank 0 or in a process of its own (default rank0)",
+    )  # fmt: skip
+    add(
+        "--drafter-deadline", type=float, default=1.0, metavar="S",
+        help="seconds that a dedicated drafter has for a draft; later ones are not waited for (default 1)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate and report; 1 where --check finds a difference. Raises EaglexError before a model is loaded."""
-    speculation = _speculation(arguments)
+    """Generate and report; 1 where --check finds a difference. Raises EaglexError before a model is loaded.
+
+    Under torchrun the target is split over its ranks; rank 0 drafts and reports.
+    """
     # Read when torch loads. Two models take turns on the same cores, and threads that spin between their turns, the
     # default, are in the way: on 2 busy cores a verification took 1.4 s instead of 0.1 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from eaglex.aux_layers import AuxConvention
-    from eaglex.hosts.pair import DTYPES, Pair, PairSource, choose_device
-    from eaglex.hosts.transformers import GenerateOptions
-    from eaglex.hot_vocab import HotVocab
+    from eaglex.bridge import BridgeOptions
+    from eaglex.hosts import team as teams
 
-    chosen = GenerateOptions(
-        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
-    )
-    chosen.check(speculation)
-    if arguments.check and chosen.temperature > 0:
-        raise ConfigError(
-            f"check: expected temperature 0, since two samples of one distribution differ, got {chosen.temperature}"
-        )
-    device = choose_device(arguments.device)
-    dtype = DTYPES[arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
-    text = _prompt(arguments)
-    target, draft = _paths(arguments)
-    convention = AuxConvention(arguments.convention) if arguments.convention else None
-    pair = Pair(
-        PairSource(
-            target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention,
-            quant=arguments.draft_quant,
-            hot_vocab=None if arguments.hot_vocab is None else HotVocab.parse(arguments.hot_vocab),
-        )
-    )  # fmt: skip
+    options = BridgeOptions(deadline=arguments.deadline)
+    if teams.num_ranks() == 1 and arguments.placement == "rank0":
+        return _run(arguments, None)
+    with teams.Team(options) as team:
+        said = {name: _plain(value) for name, value in vars(arguments).items() if name != "run"}
+        team.members.agree("options", {"eaglex": eaglex.__version__, **said})
+        return _run(arguments, team)
+
+
+def _run(arguments: argparse.Namespace, team: Team | None) -> int:
+    from eaglex.bridge import LinkOptions
+    from eaglex.hosts.hf_target import check_split
+    from eaglex.hosts.pair import DTYPES, choose_device
+
+    with contextlib.nullcontext() if team is None else team.members.step("options"):
+        speculation, chosen = _speculation(arguments), _chosen(arguments)
+        dedicated = None if arguments.placement == "rank0" else LinkOptions(deadline=arguments.drafter_deadline)
+        if dedicated is not None:
+            _check_dedicated(arguments, speculation)
+        device = choose_device(arguments.device)
+        dtype = DTYPES[arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+        text = _prompt(arguments) if team is None or team.drafts else ""
+        pair = _pair(arguments)
+        if team is not None:
+            check_split(pair.source.target, team.num_ranks)
+    if team is not None:  # standard input is rank 0's
+        text = team.members.gather("prompt", text)[0]
     ids = pair.encode(text)
     length = min(pair.context, len(ids) + chosen.max_new_tokens)
-    host = pair.load(speculation, max_length=length, device=device, dtype=dtype)
-    for note in pair.notes:
+    if team is not None:
+        device = team.start(device)
+    host = pair.load(speculation, max_length=length, device=device, dtype=dtype, team=team, dedicated=dedicated)
+    for note in pair.notes if team is None or team.drafts else ():
         print(f"eaglex: {note}", file=sys.stderr)
-    done = _generate(arguments, host, pair, text, ids, chosen)
-    if arguments.json:
-        print(json.dumps(_as_json(arguments, done, host)))
-    else:
-        print(_report(done, speculation))
+    with contextlib.closing(host), contextlib.nullcontext() if team is None else team.guarded():
+        done = _generate(arguments, host, pair, text, ids, chosen)
+    if team is None or team.drafts:
+        _tell(arguments, done, host)
+    return 1 if arguments.check and not done.lossless else 0
+
+
+def _plain(value: object) -> object:
+    """An option as JSON has it."""
+    return value if value is None or isinstance(value, (bool, int, float, str, list)) else str(value)
+
+
+def _check_dedicated(arguments: argparse.Namespace, speculation: SpeculationConfig) -> None:
+    """Raise ConfigError for what a dedicated drafter cannot do yet."""
+    if speculation.sampling is Sampling.REJECTION:
+        raise ConfigError("placement: expected rank0 with rejection sampling, got dedicated")
+    for name in ("draft_quant", "hot_vocab"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"placement: expected rank0 with {name}, got dedicated")
+
+
+def _tell(arguments: argparse.Namespace, done: Run, host: TransformersHost) -> None:
+    print(json.dumps(_as_json(arguments, done, host)) if arguments.json else _report(done, host.speculation))
     for warning in done.output.warnings:
         print(f"eaglex: warning: {warning}", file=sys.stderr)
     if done.lossless is False:
         print(f"eaglex: {'error' if arguments.check else 'warning'}: {done.difference}", file=sys.stderr)
-    return 1 if arguments.check and not done.lossless else 0
 
 
 def _generate(
@@ -159,10 +199,11 @@ def _generate(
     from eaglex.hosts.progress import bar
 
     _warm_up(host, ids, chosen)
-    write: Callable[[str], object] = (lambda piece: None) if arguments.json else _write
+    shown = host.team is None or host.team.drafts
+    write: Callable[[str], object] = _write if shown and not arguments.json else (lambda piece: None)
     write(text)
     stream = TextStream(pair.tokenizer, ids, write)
-    with _warnings_held(), bar(len(ids), "prompt") as prompt_bar:
+    with _warnings_held(), bar(len(ids), "prompt", shown=shown) as prompt_bar:
         output = host.generate(
             [ids],
             chosen,
@@ -173,7 +214,7 @@ def _generate(
     tokens = output.tokens[0]
     rate, lossless, difference = None, None, None
     if not arguments.no_baseline:
-        with bar(len(tokens), "target alone") as plain_bar:
+        with bar(len(tokens), "target alone", shown=shown) as plain_bar:
             alone = plain.decode(host.target, ids, count=len(tokens), options=chosen, on_token=plain_bar.update)
         rate = alone.tokens_per_second
         if chosen.temperature == 0:
@@ -288,6 +329,36 @@ def _speculation(arguments: argparse.Namespace) -> SpeculationConfig:
     return dataclasses.replace(narrow, num_draft_tokens=count)
 
 
+def _chosen(arguments: argparse.Namespace) -> GenerateOptions:
+    from eaglex.hosts.transformers import GenerateOptions
+
+    chosen = GenerateOptions(
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
+    )
+    chosen.check(_speculation(arguments))
+    if arguments.check and chosen.temperature > 0:
+        raise ConfigError(
+            f"check: expected temperature 0, since two samples of one distribution differ, got {chosen.temperature}"
+        )
+    return chosen
+
+
+def _pair(arguments: argparse.Namespace) -> Pair:
+    from eaglex.aux_layers import AuxConvention
+    from eaglex.hosts.pair import Pair, PairSource
+    from eaglex.hot_vocab import HotVocab
+
+    target, draft = _paths(arguments)
+    convention = AuxConvention(arguments.convention) if arguments.convention else None
+    return Pair(
+        PairSource(
+            target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention,
+            quant=arguments.draft_quant,
+            hot_vocab=None if arguments.hot_vocab is None else HotVocab.parse(arguments.hot_vocab),
+        )
+    )  # fmt: skip
+
+
 def _paths(arguments: argparse.Namespace) -> tuple[str, str]:
     target, draft = arguments.target, arguments.draft
     if (target is None) != (draft is None):
@@ -358,8 +429,12 @@ def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -
         "temperature": arguments.temperature,
         "sampling": arguments.sampling,
         "seed": arguments.seed,
+        "num_ranks": 1 if host.team is None else host.team.num_ranks,
+        "placement": arguments.placement,
+        "bridge": host.slots.bridge_counters(),
+        "transport": None if host.team is None or host.team.bridge is None else host.team.bridge.transport,
         "draft_quant": str(arguments.draft_quant or DraftQuant()),
-        "draft_vocab_size": host.slots.engine.config.draft_vocab_size,
+        "draft_vocab_size": host.draft_config.draft_vocab_size,
     }
 
 

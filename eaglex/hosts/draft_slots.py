@@ -64,29 +64,26 @@ class DraftSlots:
 
     def run(self, rows: Sequence[DraftRows]) -> None:
         """One cycle for these requests: their rows enter the draft, which drafts from the last valid one of each."""
-        starts = [0]
-        input_ids: list[int] = []
-        for r in rows:
-            count = r.aux_hidden_states.shape[0]
-            starts.append(starts[-1] + count)
-            input_ids += [*r.next_tokens, *[0] * (count - len(r.next_tokens))]
         sampled = self.speculation.sampling is Sampling.REJECTION
-        self.engine.run(
-            DraftBatch(
-                aux_hidden_states=torch.cat([r.aux_hidden_states for r in rows]),
-                input_ids=self._ints(input_ids, torch.int64),
-                row_start=self._ints(starts, torch.int32),
-                num_valid=self._ints([len(r.next_tokens) for r in rows], torch.int32),
-                draft_from=torch.tensor([r.draft_from for r in rows], device=self.device),
-                req_pool_indices=self._ints([r.slot for r in rows], torch.int64),
-                seq_lens=self._ints([r.length for r in rows], torch.int64),
-                temperatures=torch.tensor([r.temperature for r in rows], device=self.device) if sampled else None,
-                uniforms=torch.stack([r.uniforms for r in rows if r.uniforms is not None]).to(self.device)
-                if sampled
-                else None,
-            ),
-            self._stream(),
-        )
+        self.engine.run(batch_of(rows, device=self.device, sampled=sampled), self._stream())
+
+    def skip(self, rows: Sequence[DraftRows]) -> None:
+        """A cycle of a draft that has failed: old drafts are for other lengths, so there is nothing to do."""
+
+    def take_warnings(self) -> list[str]:
+        """What is to be told since the last call: nothing that is not raised."""
+        return []
+
+    def bridge_counters(self) -> dict[str, int] | None:
+        """None: there is no bridge."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to end here."""
+
+    def counters(self) -> dict[str, int]:
+        """Requests per outcome since the start, as `DraftEngine.counters`."""
+        return self.engine.counters()
 
     def trees(self, slots: Sequence[int], lengths: Sequence[int], bonus_tokens: Sequence[int]) -> VerifyTensors:
         """The verifier's tensors [B, N] for these requests, on the device."""
@@ -117,6 +114,31 @@ class DraftSlots:
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else 0
+
+
+def batch_of(rows: Sequence[DraftRows], *, device: torch.device, sampled: bool = False) -> DraftBatch:
+    """The engine's batch of these requests, on `device`."""
+    starts = [0]
+    input_ids: list[int] = []
+    for r in rows:
+        count = r.aux_hidden_states.shape[0]
+        starts.append(starts[-1] + count)
+        input_ids += [*r.next_tokens, *[0] * (count - len(r.next_tokens))]
+
+    def ints(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return DraftBatch(
+        aux_hidden_states=torch.cat([r.aux_hidden_states for r in rows]).to(device),
+        input_ids=ints(input_ids, torch.int64),
+        row_start=ints(starts, torch.int32),
+        num_valid=ints([len(r.next_tokens) for r in rows], torch.int32),
+        draft_from=torch.tensor([r.draft_from for r in rows], device=device),
+        req_pool_indices=ints([r.slot for r in rows], torch.int64),
+        seq_lens=ints([r.length for r in rows], torch.int64),
+        temperatures=torch.tensor([r.temperature for r in rows], device=device) if sampled else None,
+        uniforms=torch.stack([r.uniforms for r in rows if r.uniforms is not None]).to(device) if sampled else None,
+    )
 
 
 def tree_of(tensors: VerifyTensors, index: int) -> VerifyTree:

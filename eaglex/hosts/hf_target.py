@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,15 @@ def load_tokenizer(path: str | Path) -> Any:
         return library.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A causal language model in that type on that device, from safetensors. Raises ConfigError where that fails."""
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
+    """A causal language model in that type on that device, from safetensors. Raises ConfigError where that fails.
+
+    With several ranks, the calling rank's part of it, by transformers' own plan; the process group exists already.
+    """
     library = transformers()
     # Its own loading bar shows whatever the log level is.
     library.utils.logging.disable_progress_bar()
+    split = _split_options(path, num_ranks) if num_ranks > 1 else {}
     with _reading("a causal language model", path):
         model, found = library.AutoModelForCausalLM.from_pretrained(
             path,
@@ -134,11 +138,49 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **split,
         )
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(f"target: expected all weights in {path}, got none for {', '.join(missing[:4])}")
-        loaded: nn.Module = model.to(device).eval()
+        loaded: nn.Module = (model if split else model.to(device)).eval()
         return loaded
+
+
+def check_split(path: str | Path, num_ranks: int) -> None:
+    """Raise ConfigError for a target that transformers cannot split over that many ranks, before any weight is read."""
+    library = transformers()
+    try:
+        importlib.import_module("accelerate")
+    except ImportError as error:
+        raise ConfigError(
+            f"accelerate: expected the package for a target on several ranks, got {error}; "
+            f"install it with: pip install 'eaglex[hf]'"
+        ) from error
+    with _reading("a model folder or Hub id", path):
+        config = library.AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ConfigError(
+            f"target: expected a model that transformers has a tensor-parallel plan for, got {path} "
+            f"({config.model_type}), which runs in one process only"
+        )
+    heads = int(config.num_attention_heads)
+    for name, count in (
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", int(getattr(config, "num_key_value_heads", None) or heads)),
+        ("intermediate_size", int(config.intermediate_size)),
+    ):
+        if count % num_ranks:
+            raise ConfigError(f"target {name}: expected a multiple of the {num_ranks} ranks, got {count}")
+
+
+def _split_options(path: str | Path, num_ranks: int) -> dict[str, Any]:
+    """What makes from_pretrained split the model; the argument was renamed in transformers 5.18."""
+    check_split(path, num_ranks)
+    try:
+        kind = importlib.import_module("transformers.distributed").DistributedConfig
+        return {"distributed_config": kind(tp_plan="auto")}
+    except (ImportError, AttributeError, TypeError):
+        return {"tp_plan": "auto"}
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -179,6 +221,8 @@ class HookedTarget:
         # transformers renamed the argument in 5.2x; the old name warns there.
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
+        # Entered around each forward; with several ranks it says who is waited for.
+        self.around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -240,7 +284,7 @@ class HookedTarget:
         return bias.masked_fill(~seen, torch.finfo(self.dtype).min)[None, None]
 
     def _forward(self, cache: Any, tokens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        with self._captured() as outputs:
+        with self.around(), self._captured() as outputs:
             result = self.model(input_ids=tokens[None], use_cache=True, **{self.cache_argument: cache}, **arguments)
         return result.logits[0], torch.cat([outputs[i][0].to(self.device) for i in range(len(self._aux_layers))], -1)
 

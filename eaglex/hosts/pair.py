@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,15 @@ import torch
 
 from eaglex import checkpoint, quantize
 from eaglex.aux_layers import AuxConvention
-from eaglex.config import DraftConfig, SpeculationConfig
+from eaglex.bridge import Invitation, LinkOptions
+from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
+from eaglex.drafter import Job
 from eaglex.engine import _extension
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts import hf_target
+from eaglex.hosts.dedicated import DedicatedPlan
 from eaglex.hosts.hf_target import HookedTarget, TargetFacts
+from eaglex.hosts.team import Team
 from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
 from eaglex.hot_vocab import HotVocab, cut
 from eaglex.packed import DraftQuant
@@ -69,28 +74,71 @@ class Pair:
         return ids
 
     def load(
-        self, speculation: SpeculationConfig, *, max_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        speculation: SpeculationConfig,
+        *,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        team: Team | None = None,
+        dedicated: LinkOptions | None = None,
     ) -> TransformersHost:
-        """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens."""
-        speculation.check(self.draft.config)
-        loaded = checkpoint.load(
-            self.source.draft,
-            target=self.source.target,
-            aux_layer_ids=self.source.aux_layer_ids,
-            convention=self.source.convention,
-            dtype=dtype,
-        )
-        config, weights = self._shrink(loaded.config, loaded.weights, device)
-        speculation.check(config)
-        model = hf_target.load_model(self.source.target, dtype=dtype, device=device)
+        """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens.
+
+        With a team: this rank's part of the target, and the draft on rank 0 alone, or in a `dedicated` process.
+        """
+        with contextlib.nullcontext() if team is None else team.members.step("weights"):
+            speculation.check(self.draft.config)
+            model = hf_target.load_model(
+                self.source.target, dtype=dtype, device=device, num_ranks=1 if team is None else team.num_ranks
+            )
+            target = HookedTarget(model, self.aux_layer_ids, self.source.target)
+            here = team is None or (team.drafts and dedicated is None)
+            config, weights = self._load_draft(dtype, device) if here else (self.draft.config, None)
+            speculation.check(config)
         return TransformersHost(
-            HookedTarget(model, self.aux_layer_ids, self.source.target),
+            target,
             config,
             weights,
             aux_layer_ids=self.aux_layer_ids,
             speculation=speculation,
             limits=HostLimits(max_length=max_length),
+            team=team,
+            dedicated=None if dedicated is None else self._plan(speculation, dedicated, dtype),
         )
+
+    def _plan(self, speculation: SpeculationConfig, options: LinkOptions, dtype: torch.dtype) -> DedicatedPlan:
+        source = self.source
+
+        def job(invitation: Invitation, limits: EngineLimits, max_length: int) -> str:
+            return Job(
+                invitation=invitation,
+                target=source.target,
+                draft=source.draft,
+                aux_layer_ids=None if source.aux_layer_ids is None else list(source.aux_layer_ids),
+                convention=None if source.convention is None else source.convention.value,
+                dtype=str(dtype).removeprefix("torch."),
+                device="cpu",
+                num_steps=speculation.num_steps,
+                topk=speculation.topk,
+                num_draft_tokens=speculation.num_draft_tokens,
+                max_batch=limits.max_batch,
+                max_rows=limits.max_rows,
+                max_length=max_length,
+            ).to_json()
+
+        return DedicatedPlan(job=job, options=options)
+
+    def _load_draft(self, dtype: torch.dtype, device: torch.device) -> tuple[DraftConfig, DraftWeights]:
+        source = self.source
+        loaded = checkpoint.load(
+            source.draft,
+            target=source.target,
+            aux_layer_ids=source.aux_layer_ids,
+            convention=source.convention,
+            dtype=dtype,
+        )
+        return self._shrink(loaded.config, loaded.weights, device)
 
     def _shrink(
         self, config: DraftConfig, weights: DraftWeights, device: torch.device

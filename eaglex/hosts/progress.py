@@ -6,8 +6,12 @@ import importlib
 from typing import Any
 
 
-def bar(total: int | None, what: str, *, unit: str = " tokens") -> Any:
-    """A tqdm bar over `total` tokens or bytes (None: unknown); `update(n)` and use as a context manager."""
+def bar(total: int | None, what: str, *, unit: str = " tokens", shown: bool = True) -> Any:
+    """A tqdm bar over `total` tokens or bytes (None: unknown); `update(n)` and use as a context manager.
+
+    Of several ranks only one shows it.
+    """
+    disable = None if shown else True
     return importlib.import_module("tqdm").tqdm(
-        total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False, disable=None, delay=0.5
+        total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False, disable=disable, delay=0.5
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglex.config import DraftConfig, Sampling, SpeculationConfig
+from eaglex.config import DraftConfig, EngineLimits, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts.acceptance import Acceptor
+from eaglex.hosts.dedicated import DedicatedPlan, DedicatedSlots
 from eaglex.hosts.draft_slots import DraftRows, DraftSlots, tree_of
 from eaglex.hosts.hf_target import HookedTarget
+from eaglex.hosts.shared_slots import Link, ReceivingSlots, SendingSlots
 from eaglex.hosts.statistics import Phases, Statistics
+from eaglex.hosts.team import Team
+from eaglex.reference import Accepted, VerifyTree
 from eaglex.weights import DraftWeights
 
 _log = logging.getLogger(__name__)
@@ -97,6 +102,7 @@ class Output:
         return count / self.decode_seconds if count and self.decode_seconds > 0 else 0.0
 
 
+Slots = DraftSlots | SendingSlots | DedicatedSlots | ReceivingSlots
 OnTokens = Callable[[int, list[int]], None]
 
 
@@ -136,33 +142,74 @@ class _Request:
 class TransformersHost:
     """Generates with `target`, drafted for by an EAGLE-3 head; emits what the target alone would have.
 
-    Raises ConfigError where draft and target do not fit, before anything is allocated.
+    With a `team` the target runs on all its ranks, each with a host of its own that makes the same calls; `weights` are
+    rank 0's alone, which drafts and decides; or nobody's, with a `dedicated` drafter. Raises ConfigError where draft
+    and target do not fit, before anything is allocated, and BridgeError where the ranks do not.
     """
 
     def __init__(
         self,
         target: HookedTarget,
         config: DraftConfig,
-        weights: DraftWeights,
+        weights: DraftWeights | None,
         *,
         aux_layer_ids: Sequence[int],
         speculation: SpeculationConfig,
         limits: HostLimits | None = None,
+        team: Team | None = None,
+        dedicated: DedicatedPlan | None = None,
     ) -> None:
         limits = limits or HostLimits()
         target.facts.check_draft(config, aux_layer_ids)
         context = min(config.max_positions, target.facts.max_positions or config.max_positions)
         self.target, self.speculation, self.limits = target, speculation, limits
         self.context = context if limits.max_length == 0 else min(limits.max_length, context)
-        self.slots = DraftSlots(
+        self.team, self.draft_config = team, config
+        if team is not None:
+            target.around = team.collective
+        self.slots: Slots = self._make_slots(config, weights, dedicated)
+
+    def close(self) -> None:
+        """End what runs beside this process: a dedicated drafter."""
+        self.slots.close()
+
+    def _make_slots(
+        self, config: DraftConfig, weights: DraftWeights | None, dedicated: DedicatedPlan | None
+    ) -> Slots:
+        team, speculation, device, max_batch = self.team, self.speculation, self.target.device, self.limits.max_batch
+        chunk = min(self.limits.prompt_chunk, self.context)
+        limits = EngineLimits(
+            max_batch=max_batch,
+            max_rows=max(max_batch * speculation.num_draft_tokens, chunk),
+            num_slots=max_batch + 1,
+        )
+        if team is not None:
+            link = Link(
+                team=team,
+                speculation=speculation,
+                limits=limits,
+                vocab_size=config.vocab_size,
+                aux_width=0 if dedicated is None else config.num_aux * config.target_hidden_size,
+            )
+            if not team.drafts:
+                return ReceivingSlots(link, device)
+            if dedicated is not None:
+                return DedicatedSlots(config, link, plan=dedicated, max_length=self.context, device=device)
+        assert weights is not None
+        drafting = DraftSlots(
             config,
             weights,
             speculation=speculation,
-            max_batch=limits.max_batch,
+            max_batch=max_batch,
             max_length=self.context,
-            device=target.device,
-            max_rows=max(limits.max_batch * speculation.num_draft_tokens, min(limits.prompt_chunk, self.context)),
+            device=device,
+            max_rows=limits.max_rows,
         )
+        return drafting if team is None else SendingSlots(drafting, link)
+
+    def decide(self, choose: Callable[[], Accepted]) -> Accepted:
+        """What `choose` says; with a team, what rank 0's says, on all ranks."""
+        return choose() if self.team is None else self.team.decide(choose)
 
     @torch.inference_mode()
     def generate(
@@ -212,7 +259,7 @@ class _Call:
     def __init__(
         self, host: TransformersHost, options: GenerateOptions, requests: list[_Request], emit: OnTokens, took: OnTokens
     ) -> None:
-        self.target, self.slots, self.requests = host.target, host.slots, requests
+        self.target, self.slots, self.decide, self.requests = host.target, host.slots, host.decide, requests
         self.speculation, self.chunk = host.speculation, host.limits.prompt_chunk
         self.eos = self.target.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
         self.emit, self.took = emit, took
@@ -222,7 +269,7 @@ class _Call:
 
     def finish(self) -> Output:
         """Run all requests to their end."""
-        lanes, seconds = self.slots.engine.counters(), 0.0
+        lanes, seconds = self.slots.counters(), 0.0
         for request in self.requests:
             seconds += self.begin(request)
         begun = time.perf_counter()
@@ -240,7 +287,7 @@ class _Call:
             cycle_us={name: us / cycles for name, us in self.phases.microseconds().items()},
             decode_seconds=seconds,
             warnings=self.warnings,
-            lanes={name: count - lanes[name] for name, count in self.slots.engine.counters().items()},
+            lanes={name: count - lanes[name] for name, count in self.slots.counters().items()},
         )
 
     def begin(self, request: _Request) -> float:
@@ -260,7 +307,8 @@ class _Call:
                 self.draft([rows])
                 phases.mark("extend")
             self.took(request.index, tokens)
-        self.emit(request.index, request.emit([request.acceptor.first(logits)], self.eos))
+        chosen = self.decide(lambda: Accepted([0], [request.acceptor.first(logits)]))
+        self.emit(request.index, request.emit(chosen.tokens, self.eos))
         begun = time.perf_counter()
         if request.finish is None:
             rows.next_tokens.append(request.tokens[0])
@@ -281,8 +329,7 @@ class _Call:
             logits, aux = self.target.verify(request.cache, trees.draft_tokens[i], trees.positions[i], trees.mask[i])
             phases.mark("verify")
             tree = tree_of(trees, i)
-            rejection = self.speculation.sampling is Sampling.REJECTION
-            accepted = request.acceptor.accept(tree, logits, slots.chain(request.slot, length) if rejection else None)
+            accepted = self.decide(functools.partial(self.accept, request, tree, logits))
             taken = request.emit(accepted.tokens, self.eos)
             counted = len(taken) if request.finish is Finish.EOS else accepted.accept_length
             self.statistics.record(counted, had_draft=int(tree.retrieve_next_token[0]) >= 0)
@@ -299,6 +346,14 @@ class _Call:
             self.draft(batch)
             phases.mark("draft")
 
+    def accept(self, request: _Request, tree: VerifyTree, logits: Tensor) -> Accepted:
+        """What the target's logits [N, V] accept of this tree."""
+        chain = None
+        if self.speculation.sampling is Sampling.REJECTION:
+            assert isinstance(self.slots, (DraftSlots, SendingSlots))
+            chain = self.slots.chain(request.slot, request.length)
+        return request.acceptor.accept(tree, logits, chain)
+
     def rows(self, request: _Request, length: int, aux: Tensor, next_tokens: list[int]) -> DraftRows:
         """What the request brings to the draft at this length."""
         sampled = self.speculation.sampling is Sampling.REJECTION
@@ -314,9 +369,12 @@ class _Call:
     def draft(self, batch: list[DraftRows]) -> None:
         """One launch of the draft. When it fails, the call goes on without: old drafts are for other lengths."""
         if not self.drafter_works:
+            self.slots.skip(batch)
             return
         try:
             self.slots.run(batch)
+            for warning in self.slots.take_warnings():
+                self.warn(warning)
         except DeviceError as error:
             self.drafter_works = False
             self.warn(f"the drafter failed, going on without speculation: {error}")

@@ -1,0 +1,82 @@
+// The bridge: rank 0's drafts reach every rank of the target. One interface for all transports; docs/bridge.md
+// has the protocol. Every wait has a deadline.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bridge/group.h"
+#include "bridge/protocol.h"
+#include "bridge/rows.h"
+#include "core/batch.h"
+
+namespace eaglex::bridge {
+
+struct Counters {
+  std::int64_t pushed = 0;    // messages, on rank 0
+  std::int64_t received = 0;  // messages, on the others
+  std::int64_t drafts = 0;    // of those, with a verdict "draft"
+};
+
+// Rank 0's end, or another rank's. A failure of either is fatal for the group: the error names the rank, and every rank
+// gets it within the deadline.
+class Bridge {
+ public:
+  Bridge() = default;
+  Bridge(const Bridge&) = delete;
+  Bridge& operator=(const Bridge&) = delete;
+  virtual ~Bridge() = default;
+
+  [[nodiscard]] virtual const char* transport() const noexcept = 0;
+  // Rank 0: the drafts of these requests, or that there are none, to all other ranks. Afterwards the results hold what
+  // was sent: rank 0 follows its own word like the others.
+  virtual void push(const LaneList& lanes, const DraftResults& results, Verdict verdict, Stream stream) = 0;
+  // The others: rank 0's word on these requests into this rank's own results.
+  virtual Verdict receive(const LaneList& lanes, const DraftResults& results, Stream stream) = 0;
+  [[nodiscard]] virtual Counters counters() const = 0;
+};
+
+// Both ends over shared memory, results in host memory. `deadline` bounds every wait for another rank.
+[[nodiscard]] std::unique_ptr<Bridge> make_shm_bridge(Group& group, Clock::duration deadline);
+
+// Rank 0's way to a dedicated drafter. Nothing that the drafter does throws here.
+class DrafterClient {
+ public:
+  DrafterClient(Group& group, LinkTiming timing);
+
+  // One cycle: rows out, drafts into `results` (host memory, by request slot), none for lanes that were not asked about.
+  // kNoDraft where nothing came back in time,
+  // or nothing was worth asking.
+  Verdict draft(const DraftBatch& batch, const DraftResults& results);
+  [[nodiscard]] DrafterLink& link() { return link_; }
+
+ private:
+  void look(Time now);
+  bool await(std::uint64_t epoch, const std::vector<std::int64_t>& slots, const std::vector<std::int64_t>& new_lens,
+             const DraftResults& results);
+  void drain(Time now);
+
+  Group& group_;
+  DrafterLink link_;
+  std::uint64_t epoch_ = 0;
+};
+
+// The drafter's end, in its own process.
+class DrafterServer {
+ public:
+  explicit DrafterServer(Group& group);
+
+  // The next request's rows, in shared memory until reply(); nothing if none came by the deadline. Throws
+  // ErrorCode::kBridge once rank 0 is gone.
+  [[nodiscard]] std::optional<RowsView> next(Clock::duration wait);
+  // The drafts of the request's lanes, or that the engine failed.
+  void reply(const DraftResults& results, Verdict verdict);
+
+ private:
+  Group& group_;
+  std::uint64_t generation_;
+  RowsView rows_;
+};
+
+}  // namespace eaglex::bridge

@@ -1,0 +1,52 @@
+// Packets of 16 bytes between devices: {data, flag, data, flag}. Each half of 8 bytes is one store that arrives whole, so
+// a half whose flag is this epoch's has this epoch's data: no fence and no second trip.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace eaglex::bridge {
+
+struct alignas(16) Packet {
+  std::uint32_t data0;
+  std::uint32_t flag0;
+  std::uint32_t data1;
+  std::uint32_t flag1;
+};
+
+#ifdef __CUDACC__
+// Volatile accesses are relaxed at system scope: to peers' memory and to host memory alike.
+__device__ inline void store_packet(Packet* to, const Packet& packet) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(packet.data0), "r"(packet.flag0),
+               "r"(packet.data1), "r"(packet.flag1)
+               : "memory");
+}
+__device__ inline Packet load_packet(const Packet* from) {
+  Packet packet;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(packet.data0), "=r"(packet.flag0), "=r"(packet.data1), "=r"(packet.flag1)
+               : "l"(from)
+               : "memory");
+  return packet;
+}
+// Nanoseconds of the device's global timer, whose steps are up to 1 µs.
+__device__ inline std::uint64_t now_ns() {
+  std::uint64_t now = 0;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+#else  // the emulator (tests/emulator): one thread at a time, so plain accesses do
+inline void store_packet(Packet* to, const Packet& packet) {
+  *to = packet;
+}
+inline Packet load_packet(const Packet* from) {
+  return *from;
+}
+inline std::uint64_t now_ns() {
+  static std::uint64_t now = 0;
+  return now += 1000;
+}
+#endif
+
+}  // namespace eaglex::bridge

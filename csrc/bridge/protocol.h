@@ -1,0 +1,102 @@
+// The protocol without a transport: what a message may be, and what rank 0 makes of a dedicated drafter. No clock, no
+// memory that is shared, no wait: time and messages are handed in, so every state can be tested.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bridge/terms.h"
+
+namespace eaglex::bridge {
+
+// Why a rank must not use a message; empty if it may. A rank that disagrees with rank 0 about the batch has split from
+// it, which no local decision can mend.
+[[nodiscard]] std::string complaint_about(std::span<const std::byte> message, const Terms& terms, std::uint64_t epoch,
+                                          const LaneList& lanes);
+
+// How a drafter fell out of use; the index of DrafterLink::faults().
+enum class Fault : std::uint8_t {
+  kLate,        // no reply by the deadline
+  kGone,        // its process has ended
+  kRefused,     // it was made for another version, group or size
+  kBadReply,    // a reply that does not belong to what was asked
+  kOwnFailure,  // it replied that its engine failed
+};
+inline constexpr int kNumFaults = 5;
+[[nodiscard]] const char* name_of(Fault fault) noexcept;
+
+struct LinkTiming {
+  Clock::duration deadline = std::chrono::seconds(1);  // for a reply
+  Clock::duration rejoin_after =
+      std::chrono::seconds(1);  // a fallen drafter is not used earlier: each fall may cost a deadline
+};
+
+// Rank 0's view of a dedicated drafter. At most one request is out; whatever happens to the drafter, the answer is
+// "no draft" by the deadline, one complaint per fall, and a way back.
+class DrafterLink {
+ public:
+  enum class State : std::uint8_t {
+    kAbsent,    // nobody has joined, or the process has ended
+    kResting,   // fell; comes back when its overdue reply was read and rejoin_after has passed
+    kReady,     // the next request may go out
+    kDrafting,  // a request is out
+    kRefused,   // unusable until another process joins
+  };
+
+  DrafterLink(const Terms& terms, LinkTiming timing);
+
+  // A process has joined as the drafter, the `generation`th to do so. Repeated news of the same one is ignored.
+  void joined(std::uint64_t generation, const std::string& difference, Time now);
+  // Its process has ended.
+  void left(Time now);
+
+  // Whether a request may go out now; brings a rested drafter back.
+  [[nodiscard]] bool ready(Time now);
+  // Whether the drafter has the K and V of this request's first `seq_len` tokens: it was asked about all of them since
+  // it joined or fell.
+  [[nodiscard]] bool covers(std::int64_t slot, std::int64_t seq_len) const;
+  void cover(std::int64_t slot, std::int64_t new_len);
+  void forget(std::int64_t slot);
+
+  // A request has gone out.
+  void asked(std::uint64_t epoch, Time now);
+  [[nodiscard]] Time deadline() const { return asked_at_ + timing_.deadline; }
+  // The deadline has passed without a reply.
+  void expired(Time now);
+
+  struct Reply {
+    std::uint64_t generation = 0;
+    std::uint64_t epoch = 0;
+    bool failed = false;
+    std::string complaint;  // why its message may not be used, if so
+  };
+  // Whether this reply is the one that is waited for, and fit for use. A late one only ends the wait for it.
+  [[nodiscard]] bool replied(const Reply& reply, Time now);
+
+  [[nodiscard]] State state() const { return state_; }
+  [[nodiscard]] const std::array<std::int64_t, kNumFaults>& faults() const { return faults_; }
+  [[nodiscard]] std::int64_t returns() const { return returns_; }
+  // What is to be told to the user, once per fall; empties it.
+  [[nodiscard]] std::string take_warning();
+
+ private:
+  void fall(Fault fault, State to, const std::string& why, Time now);
+
+  LinkTiming timing_;
+  State state_ = State::kAbsent;
+  std::uint64_t generation_ = 0;
+  std::uint64_t epoch_ = 0;  // of the request that is out
+  bool overdue_ = false;     // resting: its reply is still to come
+  bool fallen_before_ = false;
+  Time asked_at_{};
+  Time rejoin_at_ = Time::min();
+  std::vector<std::int64_t> covered_;  // [num_slots]
+  std::array<std::int64_t, kNumFaults> faults_{};
+  std::int64_t returns_ = 0;
+  std::string warning_;
+};
+
+}  // namespace eaglex::bridge

@@ -1,0 +1,392 @@
+"""The bridge: one rank drafts, every rank of the target gets the same tokens (docs/bridge.md).
+
+Members find each other through a torch Store; afterwards nothing but the bridge's own transport is used. Every wait has
+a deadline. What is wrong with a rank is fatal for the group and raises BridgeError on all of them, naming that rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
+from eaglex.engine import (
+    DraftBatch,
+    DraftEngine,
+    DraftResults,
+    LaneStatus,
+    VerifyTensors,
+    _config,
+    _extension,
+    _fields,
+    _fill,
+    _speculation,
+)
+from eaglex.errors import BridgeError, ConfigError, EaglexError
+
+_log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """What of a torch.distributed.Store is used; a PrefixStore keeps groups apart."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key for all ranks."""
+
+    def get(self, key: str) -> bytes:
+        """The value of a key."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        """Block until all keys are set; RuntimeError (torch.distributed.DistStoreError) after `timeout`."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BridgeOptions:
+    """How long, in seconds, ranks wait for each other: to begin (weights are loaded meanwhile), and in each cycle."""
+
+    join_deadline: float = 600.0
+    deadline: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not 0 < getattr(self, field.name) < float("inf"):
+                raise ConfigError(f"{field.name}: expected > 0 and finite, got {getattr(self, field.name)}")
+
+
+class Members:
+    """The ranks of one group before they have a bridge: exchanges of small values through `store`."""
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int, deadline: float) -> None:
+        self.rank, self.num_ranks, self.deadline = rank, num_ranks, deadline
+        self._store = store
+        self._exchanges = 0
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """What each rank gave under `name`, a JSON value, by rank.
+
+        Raises BridgeError on every rank where one of them failed instead, or has not come by the deadline.
+        """
+        return [found["value"] for found in self._exchange(name, {"value": value})]
+
+    def agree(self, name: str, values: dict[str, Any]) -> None:
+        """Raise BridgeError on every rank, naming field and rank, unless all ranks have the same values."""
+        found = self.gather(name, values)
+        for rank, theirs in enumerate(found):
+            for field in found[0] | theirs:
+                if found[0].get(field) != theirs.get(field):
+                    raise BridgeError(
+                        f"{field}: expected {found[0].get(field)} as on rank 0, got {theirs.get(field)} on rank {rank}"
+                    )
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """What all ranks must get through; where one does not, all raise. Its own error stays its own."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            self._post({"error": str(error) or type(error).__name__})
+            raise
+        self.gather(name, None)
+
+    def _exchange(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
+        self._post(value)
+        keys = [self._key(rank) for rank in range(self.num_ranks)]
+        self._exchanges += 1
+        found: list[dict[str, Any]] = [json.loads(text) for text in self._wait(name, keys)]
+        for rank, theirs in enumerate(found):
+            if "error" in theirs:
+                raise BridgeError(f"{name}: expected success on all ranks, got on rank {rank}: {theirs['error']}")
+        return found
+
+    def _wait(self, name: str, keys: list[str]) -> list[bytes]:
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=self.deadline))
+            return [self._store.get(key) for key in keys]
+        except RuntimeError as error:  # of torch.distributed: DistStoreError, DistNetworkError
+            try:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            except RuntimeError:
+                missing = []
+            reason = next(iter(str(error).strip().splitlines()), "")
+            who = f"none from rank {', '.join(map(str, missing))}" if missing else f"an end of the store: {reason}"
+            raise BridgeError(f"{name}: expected word from all ranks within {self.deadline:g} s, got {who}") from error
+
+    def _post(self, value: dict[str, Any]) -> None:
+        try:
+            self._store.set(self._key(self.rank), json.dumps(value))
+        except RuntimeError as error:
+            raise BridgeError(f"rank {self.rank}: expected to reach the ranks' store, got {error}") from error
+
+    def _key(self, rank: int) -> str:
+        # By count alone: a rank that fails does so in place of its next exchange, whatever that is called.
+        return f"{self._exchanges}/{rank}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """The way into a group on this host: where its memory is, which group that must be, and on which terms."""
+
+    address: str
+    identity: list[int]
+    terms: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone."""
+
+    deadline: float = 1.0
+    rejoin_after: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("deadline", 0.0), ("rejoin_after", 0.0)):
+            if not low < getattr(self, name) < float("inf"):
+                raise ConfigError(f"drafter {name}: expected > 0 and finite, got {getattr(self, name)}")
+
+
+class Bridge:
+    """This rank's end. `results` are this rank's own, in host memory: sent from on rank 0, filled on the others.
+
+    Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter. Raises BridgeError where
+    they do not fit each other.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        speculation: SpeculationConfig,
+        *,
+        limits: EngineLimits,
+        vocab_size: int,
+        results: DraftResults,
+        deadline: float,
+        aux_width: int = 0,
+    ) -> None:
+        binary = _extension()
+        self.rank, self.num_ranks = members.rank, members.num_ranks
+        self.speculation, self.limits, self.vocab_size, self.results = speculation, limits, vocab_size, results
+        self._tensors = _fill(
+            binary.FollowerTensors(),
+            draft_tokens=results.draft_tokens,
+            parents=results.parents,
+            num_nodes=results.num_nodes,
+            drafted_for=results.drafted_for,
+        )
+        self._tensors.check(_speculation(binary, speculation), _fill(binary.EngineLimits(), **_fields(limits)))
+        terms = {
+            "num_ranks": self.num_ranks,
+            "max_lanes": limits.max_batch,
+            "num_draft_tokens": speculation.num_draft_tokens,
+            "num_steps": speculation.num_steps,
+            "num_slots": limits.num_slots,
+            "vocab_size": vocab_size,
+            "aux_width": aux_width,
+            "max_rows": limits.max_rows if aux_width else 0,
+        }
+        bound = _fill(binary.BridgeTerms(), **terms)
+        with members.step("bridge"):
+            if self.rank == 0:
+                identity = [secrets.randbits(64), secrets.randbits(64)]
+                self._group = binary.BridgeGroup.create(bound, identity)
+                mine = Invitation(address=self._group.address, identity=identity, terms=terms)
+                members.gather("address", dataclasses.asdict(mine))
+                self._invitation = mine
+            else:
+                self._invitation = Invitation(**members.gather("address", None)[0])
+                self._group = binary.BridgeGroup.join(
+                    self._invitation.address, bound, self._invitation.identity, self.rank
+                )
+        self._bridge = binary.Bridge.shm(self._group, deadline=deadline)
+        self._binary = binary
+
+    @property
+    def transport(self) -> str:
+        """How messages travel: shm."""
+        return str(self._bridge.transport)
+
+    def push(self, slots: Sequence[int], new_lens: Sequence[int], *, draft: bool) -> None:
+        """Rank 0: send the results of these slots, drafted for these lengths, to all ranks; or that there are none."""
+        self._bridge.push(self._tensors, slots=list(slots), new_lens=list(new_lens), draft=draft)
+
+    def receive(self, slots: Sequence[int], new_lens: Sequence[int]) -> bool:
+        """The other ranks: rank 0's word on these slots into the results; whether it drafted.
+
+        A rank that expects other slots or lengths than rank 0 has split from it: BridgeError, on all ranks.
+        """
+        return bool(self._bridge.receive(self._tensors, slots=list(slots), new_lens=list(new_lens)))
+
+    def invitation(self) -> Invitation:
+        """What a dedicated drafter joins with."""
+        return self._invitation
+
+    def generation(self) -> int:
+        """How many processes have joined as the dedicated drafter so far."""
+        return int(self._group.generation)
+
+    def follower(self) -> Follower:
+        """The `tree` step over this rank's results, for a rank without a draft."""
+        return Follower(self)
+
+    def enter(self) -> None:
+        """Mark that a collective of the target begins: `suspects` then knows who is waited for."""
+        self._group.enter()
+
+    def end(self, why: str) -> None:
+        """End the group because of this rank; the others' next wait raises BridgeError with these words."""
+        with contextlib.suppress(BridgeError):
+            self._group.end(self.rank, why)
+
+    def verdict(self, patience: float = 1.0) -> str | None:
+        """Why the group has ended or now ends, after a collective of the target failed; None if all ranks seem well.
+
+        What has happened to a rank may show a moment after the failure that it caused: looks for `patience` seconds.
+        """
+        until, behind = time.monotonic() + patience, self._binary.SuspectKind.BEHIND
+        try:
+            while True:
+                self._group.check()
+                late = time.monotonic() >= until
+                for suspect in self._group.suspects():
+                    if late or suspect.kind != behind:
+                        self._group.end(suspect.rank, suspect.why)
+                if late:
+                    return None
+                time.sleep(0.05)
+        except BridgeError as error:
+            return str(error)
+
+    def counters(self) -> dict[str, int]:
+        """Messages `pushed` and `received`, and those of them with `drafts`."""
+        return {name: int(count) for name, count in self._bridge.counters().items()}
+
+
+class Follower:
+    """`tree` for a rank that does not draft, as `DraftEngine.tree`; on the CPU."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        binary = bridge._binary
+        self._binary, self._bridge = binary, bridge
+        self._follower = binary.DraftFollower(
+            speculation=_speculation(binary, bridge.speculation),
+            limits=_fill(binary.EngineLimits(), **_fields(bridge.limits)),
+            vocab_size=bridge.vocab_size,
+            tensors=bridge._tensors,
+        )
+
+    def tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
+    ) -> None:
+        """Fill the verifier's tensors with these slots' drafts, in this order."""
+        fields = _fields(out)
+        fields["mask_mode"] = getattr(self._binary.MaskMode, out.mask_mode.name)
+        ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+        self._follower.tree(_fill(self._binary.VerifyTensors(), **fields, **ids))
+
+
+class DrafterClient:
+    """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. No drafter's fault raises."""
+
+    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
+        binary = self._binary = bridge._binary
+        self._results = bridge._tensors
+        self._client = binary.DrafterClient(
+            bridge._group,
+            config=_config(binary, config, 1.0),
+            speculation=_speculation(binary, bridge.speculation),
+            limits=_fill(binary.EngineLimits(), **_fields(bridge.limits)),
+            deadline=options.deadline,
+            rejoin_after=options.rejoin_after,
+        )
+
+    def draft(self, batch: DraftBatch) -> bool:
+        """One cycle, in host memory: whether drafts have come back by the deadline.
+
+        Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
+        """
+        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
+
+    def take_warnings(self) -> list[str]:
+        """What the user is to be told since the last call, at most one sentence per fall of the drafter."""
+        warning = str(self._client.take_warning())
+        return [warning] if warning else []
+
+    def counters(self) -> dict[str, int]:
+        """Falls of the drafter by kind (late, gone, refused, bad_reply, own_failure) and its `returns`."""
+        return {name: int(count) for name, count in self._client.counters().items()}
+
+
+class DrafterServer:
+    """The dedicated drafter's end; `engine` has its results in host memory."""
+
+    def __init__(self, group: Any, engine: DraftEngine) -> None:
+        binary = _extension()
+        self._group, self._engine = group, engine
+        self._server = binary.DrafterServer(group)
+        results = engine.results
+        self._results = _fill(
+            binary.FollowerTensors(),
+            draft_tokens=results.draft_tokens,
+            parents=results.parents,
+            num_nodes=results.num_nodes,
+            drafted_for=results.drafted_for,
+        )
+
+    def serve(self, wait: float) -> bool:
+        """Answer one request; False if none came within `wait` seconds. Raises BridgeError once rank 0 is gone."""
+        batch = self._server.next(wait)
+        if batch is None:
+            return False
+        try:
+            self._engine._engine.run(batch, 0)
+        except EaglexError as error:
+            _log.error("drafting failed: %s", error)
+            self._server.reply(self._results, draft=False)
+        else:
+            self._server.reply(self._results, draft=True)
+        return True
+
+
+def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServer:
+    """Join that group with this engine. Raises BridgeError where its sizes are not the group's; rank 0 then knows."""
+    binary = _extension()
+    if engine.device.type != "cpu":
+        raise ConfigError(f"dedicated drafter: expected an engine on the CPU for transport shm, got {engine.device}")
+    own = {
+        "num_draft_tokens": engine.speculation.num_draft_tokens,
+        "num_steps": engine.speculation.num_steps,
+        "num_slots": engine.limits.num_slots,
+        "max_lanes": engine.limits.max_batch,
+        "max_rows": engine.limits.max_rows,
+        "vocab_size": engine.config.vocab_size,
+        "aux_width": engine.config.num_aux * engine.config.target_hidden_size,
+    }
+    terms = _fill(binary.BridgeTerms(), **{**invitation.terms, **own})
+    rank = invitation.terms["num_ranks"]
+    group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
+    return DrafterServer(group, engine)
+
+
+def host_results(speculation: SpeculationConfig, limits: EngineLimits) -> DraftResults:
+    """Empty results by slot in host memory, without what only the drafting rank needs (scores are zero)."""
+    slots, nodes = limits.num_slots, speculation.num_draft_tokens - 1
+    return DraftResults(
+        draft_tokens=torch.zeros(slots, nodes, dtype=torch.int64),
+        parents=torch.zeros(slots, nodes, dtype=torch.int32),
+        scores=torch.zeros(slots, nodes),
+        num_nodes=torch.zeros(slots, dtype=torch.int32),
+        drafted_for=torch.full((slots,), -1, dtype=torch.int64),
+        counters=torch.zeros(len(LaneStatus), dtype=torch.int64),
+    )

@@ -1,0 +1,126 @@
+"""Rank 0 with a dedicated drafter: the draft runs in a process of its own, which may fail, be late, and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from eaglex.bridge import DrafterClient, Invitation, LinkOptions, host_results
+from eaglex.config import DraftConfig, EngineLimits
+from eaglex.errors import BridgeError
+from eaglex.hosts.draft_slots import DraftRows, batch_of
+from eaglex.hosts.shared_slots import Link, SharedSlots, lanes_of
+
+# Seconds until a drafter that has ended is started again: this, then twice as long each time.
+FIRST_RESTART, LAST_RESTART = 1.0, 64.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DedicatedPlan:
+    """How a dedicated drafter is started and waited for.
+
+    `job(invitation, limits, max_length)` is the argument of its command line (eaglex.drafter.Job).
+    """
+
+    job: Callable[[Invitation, EngineLimits, int], str]
+    options: LinkOptions
+
+
+class DrafterProcess:
+    """Keeps a process alive that `command(invitation)` starts."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._pause, self._restart_at = FIRST_RESTART, 0.0
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the present process."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def keep(self) -> None:
+        """Start it again if it has ended and rested. Never waits."""
+        if self._process.poll() is None:
+            return
+        now = time.monotonic()
+        if self._restart_at == 0.0:
+            self._restart_at = now + self._pause
+        elif now >= self._restart_at:
+            self._pause, self._restart_at = min(2 * self._pause, LAST_RESTART), 0.0
+            self._process = self._start()
+
+    def close(self) -> None:
+        """End it, at the latest after two seconds by force: it may be stopped."""
+        self._process.terminate()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+class DedicatedSlots(SharedSlots):
+    """Rank 0's slots: rows go to the drafter, its drafts to all ranks. Nothing that the drafter does raises here.
+
+    Requests have up to `max_length` tokens. Raises BridgeError where the drafter does not even start.
+    """
+
+    def __init__(
+        self, config: DraftConfig, link: Link, *, plan: DedicatedPlan, max_length: int, device: torch.device
+    ) -> None:
+        super().__init__(link, host_results(link.speculation, link.limits), device)
+        self.client = DrafterClient(self._bridge, config, plan.options)
+        job = plan.job(self._bridge.invitation(), link.limits, max_length)
+        self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", job])
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.process.close)
+            with link.team.members.step("drafter"):
+                self._wait(link.team.options.join_deadline)
+            undo.pop_all()
+
+    def run(self, rows: Sequence[DraftRows]) -> None:
+        """One cycle: rows to the drafter, and what has come back by its deadline to all ranks."""
+        self.process.keep()
+        slots, new_lens = lanes_of(rows)
+        drafted = self.client.draft(batch_of(rows, device=torch.device("cpu")))
+        self._bridge.push(slots, new_lens, draft=drafted)
+
+    def skip(self, rows: Sequence[DraftRows]) -> None:
+        """Never called: this draft does not fail."""
+        raise AssertionError(rows)
+
+    def take_warnings(self) -> list[str]:
+        """What is to be told since the last call: one sentence per fall of the drafter."""
+        return self.client.take_warnings()
+
+    def bridge_counters(self) -> dict[str, int]:
+        """Messages and drafts, the drafter's falls by kind, and its returns."""
+        return {**super().bridge_counters(), **self.client.counters()}
+
+    def close(self) -> None:
+        """End the drafter's process."""
+        self.process.close()
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._bridge.generation() == 0:
+            code = self.process.exit_code()
+            if code is not None:
+                raise BridgeError(f"dedicated drafter: expected it to join, got exit code {code}; it says why above")
+            if time.monotonic() >= until:
+                raise BridgeError(f"dedicated drafter: expected it to join within {seconds:g} s, got no word")
+            time.sleep(0.02)

@@ -1,0 +1,92 @@
+"""Ranks as torchrun starts them, forked from the test so that they need not import everything again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+# Machines that run tests beside other work are slow; a hang is found by the deadlines that are tested, not by this.
+PATIENCE = 100
+
+
+@dataclasses.dataclass
+class Ended:
+    """One rank that has ended: exit code or minus the signal, output, and seconds since all were started."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Ranks:
+    """`count` processes that run body(rank), the exit code. Killed on exit, in whatever state they are."""
+
+    def __init__(self, count: int, body: Callable[[int], int], folder: Path) -> None:
+        self.folder, self.begun = folder, time.monotonic()
+        # As torchrun's agent does: the store outlives every rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = str(self._store.port)
+        self.processes = [self._start(rank, count, port, body) for rank in range(count)]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            try:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+
+    def wait(self, *ranks: int) -> list[Ended]:
+        """These ranks, by default all, once they have ended."""
+        return [self._wait(rank) for rank in ranks or range(len(self.processes))]
+
+    def text(self, rank: int, stream: str = "err") -> str:
+        return (self.folder / f"{rank}.{stream}").read_text()
+
+    def _wait(self, rank: int) -> Ended:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            process, status = os.waitpid(self.processes[rank], os.WNOHANG)
+            if process:
+                seconds = time.monotonic() - self.begun
+                return Ended(os.waitstatus_to_exitcode(status), self.text(rank, "out"), self.text(rank), seconds)
+            time.sleep(0.02)
+        raise AssertionError(f"rank {rank} hangs; its stderr: {self.text(rank)}")
+
+    def _start(self, rank: int, count: int, port: str, body: Callable[[int], int]) -> int:
+        process = os.fork()
+        if process:
+            return process
+        code = 70
+        try:
+            for number, stream in ((1, "out"), (2, "err")):
+                file = os.open(self.folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, number)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            code = body(rank)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
