@@ -57,24 +57,49 @@ def answers(package: str, site: str, environment: dict[str, str]) -> dict[str, A
     }
 
 
-def failing(package: str, sites: list[tuple[str, str]], environment: dict[str, str]) -> list[str]:
-    """For each (site, SGLANG_PLUGINS): what `from_string("EAGLEX")` raises with the plugins loaded, or finds."""
+class Arguments:
+    """Server arguments that are all None, but for those given."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def launching(package: str, sites: list[tuple[str, str]], environment: dict[str, str]) -> list[list[str]]:
+    """For each (site, SGLANG_PLUGINS): what two steps of a launch raise with the plugins loaded, or find.
+
+    The first is the lookup by which a spawned scheduler builds its algorithm; the second is the host's own handling of
+    the arguments, which the launcher does before it spawns anything.
+    """
     import os
 
     enum = start(package, sites[0][0], environment | {"SGLANG_PLUGINS": "none"})
     import sglang.srt.plugins as plugins
+    from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
 
-    said = []
+    from eaglex.hosts.sglang import compat
+
+    compat.installed_version = lambda: None
+
+    def said(step: Any, argument: Any) -> str:
+        try:
+            return str(step(argument))
+        except ValueError as error:
+            return f"ValueError: {error}"
+
+    found = []
     for site, wanted in sites:
         sys.path[0] = site
         os.environ["SGLANG_PLUGINS"] = wanted
         plugins._plugins_loaded = False
         plugins.load_plugins()
-        try:
-            said.append(str(enum.from_string("EAGLEX").name))
-        except ValueError as error:
-            said.append(f"ValueError: {error}")
-    return said
+        arguments = Arguments(speculative_algorithm="eaglex", device="cuda", moe_runner_backend="auto")
+        found.append([said(enum.from_string, "EAGLEX"), said(handle_speculative_decoding, arguments)])
+    return found
 
 
 def register_twice(package: str, site: str, environment: dict[str, str]) -> str:

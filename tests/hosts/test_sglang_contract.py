@@ -41,6 +41,7 @@ DIFFERS = {  # of the newest version, apart from what the oldest has
 }  # fmt: skip
 
 
+
 def ours(name: str) -> ast.ClassDef:
     found = [
         node for tree in (WORKER, DRAFT) for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
@@ -65,8 +66,8 @@ def draft_members(package: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(compat.SYMBOLS))
-def test_symbols_exist(running_host: Path, name: str) -> None:
-    assert name in defined_names(parse(module_file(running_host, compat.SYMBOLS[name])))
+def test_symbols_exist(host: Path, name: str) -> None:
+    assert name in defined_names(parse(module_file(host, compat.SYMBOLS[name])))
 
 
 def signature_differences(package: Path) -> dict[str, list[str] | None]:
@@ -141,20 +142,22 @@ FIELDS = {  # variables of ours -> class of the host
 
 
 @pytest.mark.parametrize(("place", "owner"), FIELDS.items(), ids=lambda item: ".".join(item))
-def test_fields_that_our_classes_use_exist(running_host: Path, place: tuple[str, str], owner: tuple[str, str]) -> None:
+def test_fields_that_our_classes_use_exist(host: Path, place: tuple[str, str], owner: tuple[str, str]) -> None:
     module, variable = place
     used = attributes_of(DRAFT if module == "draft" else WORKER, variable)
     assert used, f"{module}.py no longer uses {variable}"
-    assert used <= members(class_def(running_host, *owner))
+    assert used <= members(class_def(host, *owner))
 
 
-def test_draft_input_fields(running_host: Path) -> None:
-    owner = members(class_def(running_host, f"{SPECULATIVE}.eagle_info", "EagleDraftInput"))
+def test_draft_input_fields(host: Path) -> None:
+    owner = members(class_def(host, f"{SPECULATIVE}.eagle_info", "EagleDraftInput"))
     assert {"bonus_tokens", "topk_p", "topk_index", "num_tokens_per_req", "num_tokens_for_logprob_per_req"} <= owner
 
 
-def test_refused_options_exist(running_host: Path) -> None:
-    known = members(class_def(running_host, "sglang.srt.server_args", "ServerArgs"))
+def test_refused_options_exist(host: Path) -> None:
+    known = members(class_def(host, "sglang.srt.server_args", "ServerArgs"))
+    for file in (host / "srt" / "arg_groups" / "fields").glob("*.py"):  # where the newest version keeps them
+        known |= set().union(*(members(node) for node in parse(file).body if isinstance(node, ast.ClassDef)))
     assert {refused.option for refused in arguments.REFUSED} <= known
     assert attributes_of(parse(OURS / "arguments.py"), "server_args") <= known
 
@@ -176,6 +179,43 @@ def test_drafting_early_is_the_hosts_own_sequence(running_host: Path) -> None:
         "draft_input.num_tokens_for_logprob_per_req",
         "draft_input.positions",
     }
+
+
+def test_what_a_verifier_input_is_set_back_to_is_read(host: Path) -> None:
+    """Why `draft` sets `topk` and `spec_steps` back: the sampler takes widths from them, by these two properties."""
+    owner = methods(class_def(host, f"{SPECULATIVE}.eagle_info", "EagleVerifyInput"))
+    assert ast.unparse(owner["max_tree_depth"].body[-1]) == "return self.spec_steps + 1"
+    assert ast.unparse(owner["tree_topk"].body[-1]) == "return self.topk"
+    tree = parse(module_file(host, f"{SPECULATIVE}.eagle_utils"))
+    sample = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "eagle_sample")
+    assert {"max_tree_depth", "tree_topk"} <= attributes_of(sample, "verify_input")
+
+
+def test_the_host_passes_tokens_on_after_it_launches_the_next_forward(host: Path) -> None:
+    """Why the draft is enqueued at the next forward's top, not sooner: what comes before it holds no token back."""
+    loop = methods(class_def(host, "sglang.srt.managers.scheduler", "Scheduler"))["event_loop_overlap"]
+    lines: dict[str, list[int]] = {}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call):
+            lines.setdefault(ast.unparse(node.func), []).append(node.lineno)
+    assert max(lines["pop_and_process"]) > max(lines["self.run_batch"])
+
+
+KEPT = ("reqs", "extend_lens", "prefix_lens", "seq_lens", "seq_lens_cpu", "req_pool_indices", "out_cache_loc")
+IN_PLACE = ("append", "extend", "pop", "remove", "insert", "clear", "sort", "add_", "copy_", "fill_")
+
+
+def test_what_a_late_draft_reads_of_a_batch_is_replaced_not_changed(running_host: Path) -> None:
+    """The draft keeps a shallow copy of the batch, and runs on it after the host has scheduled the next one."""
+    owner = methods(class_def(running_host, "sglang.srt.managers.schedule_batch", "ScheduleBatch"))
+    changed = set()
+    for name in ("filter_batch", "merge_batch", "prepare_for_decode", "prepare_for_extend", "retract_decode"):
+        for node in ast.walk(owner[name]):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
+                changed.add((name, ast.unparse(node.func.value)))
+            if isinstance(node, ast.AugAssign):
+                changed.add((name, ast.unparse(node.target)))
+    assert changed.isdisjoint({(name, f"self.{kept}") for name in owner for kept in KEPT})
 
 
 def test_memory_is_released_before_the_flush(running_host: Path) -> None:

@@ -61,12 +61,26 @@ BROKEN = {  # case -> entry point, SGLANG_PLUGINS
 }
 
 
-def test_a_plugin_that_failed_leaves_the_name_unknown(running_host: Path, tmp_path: Path) -> None:
+def test_a_plugin_that_failed_stops_the_launch(host: Path, tmp_path: Path) -> None:
+    """In the launcher, by the host's own handling of the arguments, and in a scheduler, by the lookup of the name."""
     sites = [(str(install(tmp_path / name, target)), plugins) for name, (target, plugins) in BROKEN.items()]
     sites.append((str(install(tmp_path / "right")), "eaglex"))  # the same process finds a plugin that loads
     with spawned() as pool:
-        said = pool.submit(registration_child.failing, str(running_host), sites, {}).result(timeout=60)
-    assert said == [f"ValueError: Unknown speculative algorithm name: {NAME}"] * len(BROKEN) + [NAME]
+        said = pool.submit(registration_child.launching, str(host), sites, {}).result(timeout=60)
+    unknown = f"ValueError: Unknown speculative algorithm name: {NAME}"
+    assert said[:-1] == [[unknown, unknown]] * len(BROKEN)
+    name, refusal = said[-1]
+    assert NAME in name
+    assert not name.startswith("ValueError")
+    assert refusal == f"ValueError: {compat.refusal(None)}", "the launcher does not ask eaglex about the arguments"
+
+
+def test_a_failed_scheduler_stops_the_launcher(host: Path) -> None:
+    """What the lookup raises in a spawned scheduler reaches the launcher: it is told of any exception by a signal."""
+    process = function(parse(module_file(host, "sglang.srt.managers.scheduler")), "run_scheduler_process")
+    handlers = [handler for node in ast.walk(process) if isinstance(node, ast.Try) for handler in node.handlers]
+    caught = [handler for handler in handlers if handler.type is not None and ast.unparse(handler.type) == "Exception"]
+    assert any("send_signal(signal.SIGQUIT)" in ast.unparse(handler) for handler in caught)
 
 
 def test_the_name_is_taken_once(running_host: Path, tmp_path: Path) -> None:

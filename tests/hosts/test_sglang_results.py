@@ -13,8 +13,8 @@ from eaglex.hosts.sglang.results import Drafts, SlotResults, chain_parents, grid
 N = 6
 
 
-def results(slots: int = 8) -> SlotResults:
-    return SlotResults(slots=slots, num_draft_tokens=N, vocab_size=100, device="cpu")
+def results(slots: int = 8, chain: bool = False) -> SlotResults:
+    return SlotResults(slots=slots, num_draft_tokens=N, vocab_size=100, chain=chain, device="cpu")
 
 
 def drafts(rows: int, length: int = 10, first: int = 0) -> Drafts:
@@ -26,26 +26,43 @@ def test_a_batch_in_another_order_gets_its_own_drafts() -> None:
     kept = results()
     made = drafts(3)
     kept.store(torch.tensor([5, 2, 7]), made)
-    tokens, parents, drafted = kept.gather(torch.tensor([7, 5]), torch.tensor([10, 10]))
-    assert drafted.tolist() == [True, True]
-    assert torch.equal(tokens, made.tokens[[2, 0]])
-    assert torch.equal(parents, made.parents[[2, 0]])
+    found = kept.gather(torch.tensor([7, 5]), torch.tensor([10, 10]))
+    assert found.missing.tolist() == [False, False]
+    assert torch.equal(found.tokens, made.tokens[[2, 0]])
+    assert made.parents is not None
+    assert found.parents is not None
+    assert torch.equal(found.parents, made.parents[[2, 0]])
+
+
+def test_a_chain_needs_no_parents() -> None:
+    kept = results(chain=True)
+    made = drafts(2)
+    kept.store(torch.tensor([5, 2]), Drafts(tokens=made.tokens, parents=None, drafted_for=made.drafted_for))
+    found = kept.gather(torch.tensor([2, 5, 1]), torch.tensor([10, 10, 10]))
+    assert found.parents is None
+    assert found.missing.tolist() == [False, False, True]
+    assert torch.equal(found.tokens[:2], made.tokens[[1, 0]])
+
+
+def test_a_tree_without_parents_is_refused() -> None:
+    made = drafts(1)
+    with pytest.raises(ValueError, match="parents"):
+        results().store(torch.tensor([1]), Drafts(tokens=made.tokens, parents=None, drafted_for=made.drafted_for))
 
 
 def test_a_draft_for_another_length_is_none() -> None:
     kept = results()
     kept.store(torch.tensor([1, 2]), drafts(2, length=10))
-    *_, drafted = kept.gather(torch.tensor([1, 2, 3]), torch.tensor([10, 11, 10]))
-    assert drafted.tolist() == [True, False, False]
+    assert kept.gather(torch.tensor([1, 2, 3]), torch.tensor([10, 11, 10])).missing.tolist() == [False, True, True]
 
 
 def test_a_slot_taken_over_holds_the_new_requests_draft() -> None:
     kept = results()
     kept.store(torch.tensor([4]), drafts(1, length=10))
     kept.store(torch.tensor([4]), drafts(1, length=3, first=50))
-    tokens, _, drafted = kept.gather(torch.tensor([4, 4]), torch.tensor([3, 10]))
-    assert drafted.tolist() == [True, False]
-    assert tokens[0, 0] == 50
+    found = kept.gather(torch.tensor([4, 4]), torch.tensor([3, 10]))
+    assert found.missing.tolist() == [False, True]
+    assert found.tokens[0, 0] == 50
 
 
 @pytest.mark.parametrize(("column", "token"), [(0, -1), (4, 100), (2, 1 << 40)])
@@ -54,32 +71,33 @@ def test_a_token_out_of_range_is_no_draft(column: int, token: int) -> None:
     made = drafts(2)
     made.tokens[1, column] = token
     kept.store(torch.tensor([1, 2]), made)
-    tokens, _, drafted = kept.gather(torch.tensor([1, 2]), torch.tensor([10, 10]))
-    assert drafted.tolist() == [True, False]
-    assert tokens.max() < 100
-    assert tokens.min() >= 0
+    found = kept.gather(torch.tensor([1, 2]), torch.tensor([10, 10]))
+    assert found.missing.tolist() == [False, True]
+    assert found.tokens.max() < 100
+    assert found.tokens.min() >= 0
 
 
 @pytest.mark.parametrize("parent", [-1, 3, 9])
 def test_a_parent_that_is_not_before_its_child_is_no_draft(parent: int) -> None:
     kept = results()
     made = drafts(2)
+    assert made.parents is not None
     wrong = made.parents.clone()
     wrong[0, 2] = parent  # node 3
     kept.store(torch.tensor([1, 2]), Drafts(tokens=made.tokens, parents=wrong, drafted_for=made.drafted_for))
-    _, parents, drafted = kept.gather(torch.tensor([1, 2]), torch.tensor([10, 10]))
-    assert drafted.tolist() == [False, True]
-    assert bool((parents < torch.arange(1, N)).all())
+    found = kept.gather(torch.tensor([1, 2]), torch.tensor([10, 10]))
+    assert found.missing.tolist() == [True, False]
+    assert found.parents is not None
+    assert bool((found.parents < torch.arange(1, N)).all())
 
 
 def test_requests_that_are_left_out_and_slots_that_are_cleared() -> None:
     kept = results()
     kept.store(torch.tensor([1, 2, 3]), drafts(3), drafted=torch.tensor([True, False, True]))
     kept.clear(torch.tensor([3]))
-    *_, drafted = kept.gather(torch.tensor([1, 2, 3]), torch.tensor([10, 10, 10]))
-    assert drafted.tolist() == [True, False, False]
+    assert kept.gather(torch.tensor([1, 2, 3]), torch.tensor([10, 10, 10])).missing.tolist() == [False, True, True]
     kept.clear()
-    assert not bool(kept.gather(torch.tensor([1]), torch.tensor([10]))[2])
+    assert bool(kept.gather(torch.tensor([1]), torch.tensor([10])).missing)
 
 
 def host_tree(parent_list: Tensor, selected: Tensor, topk: int) -> tuple[list[int], list[int], list[int]]:
@@ -135,15 +153,18 @@ def test_parents_from_the_hosts_grid(grid: tuple[int, Tensor, Tensor]) -> None:
 def test_the_rewritten_tree_is_the_same_to_the_hosts_kernel(grid: tuple[int, Tensor, Tensor]) -> None:
     topk, parent_list, selected = grid
     parents = grid_parents(parent_list, selected, topk=topk)
-    rewritten_list, rewritten, width, depth = grid_of(parents)
-    assert rewritten_list.shape[1] == width * (depth - 1) + 1  # the stride that the kernel computes
-    assert rewritten_list.is_contiguous()
-    assert host_tree(rewritten_list[0], rewritten[0], width) == host_tree(parent_list[0], selected[0], topk)
+    grid_again = grid_of(parents)
+    assert grid_again.parent_list.shape[1] == grid_again.topk * (grid_again.depth - 1) + 1  # the kernel's stride
+    assert grid_again.parent_list.is_contiguous()
+    rewritten = host_tree(grid_again.parent_list[0], grid_again.selected[0], grid_again.topk)
+    assert rewritten == host_tree(parent_list[0], selected[0], topk)
 
 
 def test_a_chain_is_a_tree_too() -> None:
-    rewritten_list, rewritten, width, _ = grid_of(chain_parents(2, N, "cpu"))
-    parents, following, sibling = host_tree(rewritten_list[1], rewritten[1], width)
+    grid = grid_of(chain_parents(3, N, "cpu")).rows(2)
+    assert grid.parent_list.is_contiguous()
+    assert grid.selected.shape == (2, N - 1)
+    parents, following, sibling = host_tree(grid.parent_list[1], grid.selected[1], grid.topk)
     assert parents == list(range(N - 1))
     assert following == [*range(1, N), -1]
     assert sibling == [-1] * N

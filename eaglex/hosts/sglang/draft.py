@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eaglex.hosts.sglang import compat
-from eaglex.hosts.sglang.results import Drafts, SlotResults, chain_parents, grid_of, grid_parents
+from eaglex.hosts.sglang.results import Drafts, Grid, SlotResults, chain_parents, grid_of, grid_parents
 from eaglex.hosts.sglang.scratch import Scratch, ScratchPlan
 
 _StockDraftWorker: Any = compat.symbol("EagleDraftWorker")
@@ -49,6 +49,9 @@ class EaglexDraftWorker(_StockDraftWorker):  # type: ignore[misc]
     """The host's draft worker. `draft` reads what `draft_verified` or `draft_prefilled` left by request slot."""
 
     results: SlotResults
+    chain_grid: Grid
+    no_topk_p: Tensor
+    no_topk_index: Tensor
     scratch: Scratch | None = None
     scratch_base: int
 
@@ -93,8 +96,13 @@ class EaglexDraftWorker(_StockDraftWorker):  # type: ignore[misc]
             slots=req_to_token_pool.req_to_token.shape[0],
             num_draft_tokens=self.speculative_num_draft_tokens,
             vocab_size=self.target_worker.model_config.vocab_size,
+            chain=self.topk == 1,
             device=self.device,
         )
+        lanes = req_to_token_pool.size
+        self.chain_grid = grid_of(chain_parents(lanes, self.speculative_num_draft_tokens, self.device))
+        self.no_topk_p = torch.zeros((lanes, 1), dtype=torch.float32, device=self.device)
+        self.no_topk_index = torch.zeros((lanes, 1), dtype=torch.int64, device=self.device)
 
     def init_attention_backend(self) -> None:
         """Point the multi-step draft attention at the table whose tail is the scratch."""
@@ -124,25 +132,28 @@ class EaglexDraftWorker(_StockDraftWorker):  # type: ignore[misc]
 
         A request without a draft is verified with its root alone.
         """
-        tokens, parents, drafted = self.results.gather(batch.req_pool_indices, batch.seq_lens)
-        parent_list, selected, topk, depth = grid_of(parents)
+        found = self.results.gather(batch.req_pool_indices, batch.seq_lens)
+        if found.parents is None:
+            grid = self.chain_grid.rows(found.tokens.shape[0])
+        else:
+            grid = grid_of(found.parents)
         verify_input = compat.symbol("build_eagle_verify_input")(
             batch,
             batch.spec_info,
-            parent_list,
-            selected,
-            tokens,
+            grid.parent_list,
+            grid.selected,
+            found.tokens,
             None,
             target_worker=self.target_worker,
-            topk=topk,
-            num_steps=depth,
+            topk=grid.topk,
+            num_steps=grid.depth,
             num_draft_tokens=self.speculative_num_draft_tokens,
             tree_mask_mode=self.tree_mask_mode,
             device=self.device,
         )
         verify_input.topk = self.topk
         verify_input.spec_steps = self.speculative_num_steps
-        verify_input.retrieve_next_token.masked_fill_(~drafted[:, None], -1)
+        verify_input.retrieve_next_token.masked_fill_(found.missing[:, None], -1)
         return verify_input
 
     def draft_verified(self, verified: Verified) -> None:
@@ -180,10 +191,7 @@ class EaglexDraftWorker(_StockDraftWorker):  # type: ignore[misc]
         """The K steps from `draft_input` (top-k and hidden state per request), into the results of their slots."""
         slots = batch.req_pool_indices
         parent_list, selected, tokens, _ = self._forward_steps(self._step_batch(batch, draft_input, lengths))
-        if self.topk == 1:
-            parents = chain_parents(tokens.shape[0], self.speculative_num_draft_tokens, self.device)
-        else:
-            parents = grid_parents(parent_list, selected, topk=self.topk)
+        parents = None if self.topk == 1 else grid_parents(parent_list, selected, topk=self.topk)
         self.results.store(slots, Drafts(tokens=tokens, parents=parents, drafted_for=lengths), drafted=drafted)
 
     def _step_batch(self, batch: Any, draft_input: Any, lengths: Tensor) -> Any:

@@ -18,60 +18,74 @@ class Drafts:
     """Drafts of B requests.
 
     tokens [B, N-1] int64, target vocabulary, in the order in which the host numbers a tree's nodes;
-    parents [B, N-1] int32, parent node of nodes 1..N-1, 0 = root;
+    parents [B, N-1] int32, parent node of nodes 1..N-1, 0 = root; None for chains, whose parents are known;
     drafted_for [B] int64, the length of the sequence that the draft continues.
     """
 
     tokens: Tensor
-    parents: Tensor
+    parents: Tensor | None
     drafted_for: Tensor
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Drafts in a batch's order: tokens and parents as in `Drafts`; `missing` [B] bool, true where there is none."""
+
+    tokens: Tensor
+    parents: Tensor | None
+    missing: Tensor
 
 
 class SlotResults:
     """The result buffers: written by the draft's stream, read by the verifier's after it has joined.
 
-    tokens [S, N-1] int64; parents [S, N-1] int32; num_nodes [S] int32, 0 = no draft; drafted_for [S] int64.
+    tokens [S, N-1] int64; parents [S, N-1] int32, None for chains; drafted_for [S] int64, NEVER where there is no
+    draft. All nodes of a draft count, so there is no number of nodes. A cycle pays for every operation here with CPU
+    time, and the first token of a prompt with its delay: they are few on purpose.
     """
 
-    def __init__(self, *, slots: int, num_draft_tokens: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, *, slots: int, num_draft_tokens: int, vocab_size: int, chain: bool, device: torch.device | str
+    ) -> None:
         width = num_draft_tokens - 1
         self.vocab_size = vocab_size
         self.tokens = torch.zeros((slots, width), dtype=torch.int64, device=device)
-        self.parents = torch.zeros((slots, width), dtype=torch.int32, device=device)
-        self.num_nodes = torch.zeros((slots,), dtype=torch.int32, device=device)
+        self.parents = None if chain else torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.drafted_for = torch.full((slots,), NEVER, dtype=torch.int64, device=device)
-        self.numbers = torch.arange(1, width + 1, dtype=torch.int32, device=device)
+        self.last_parent = torch.arange(width, dtype=torch.int32, device=device)
 
     def store(self, slots: Tensor, drafts: Drafts, *, drafted: Tensor | None = None) -> None:
         """Write drafts under their slots [B]; a draft with an id or a parent out of range is stored as "no draft".
 
         `drafted` [B] bool, where given, leaves requests out that were not to be drafted for (an unfinished prompt).
         """
-        valid = ((drafts.tokens >= 0) & (drafts.tokens < self.vocab_size)).all(dim=1)
-        valid &= ((drafts.parents >= 0) & (drafts.parents < self.numbers)).all(dim=1)
+        tokens = drafts.tokens.clamp(0, self.vocab_size - 1)
+        valid = (tokens == drafts.tokens).all(dim=1)
+        if self.parents is not None:
+            if drafts.parents is None:
+                raise ValueError("parents: a tree needs them, got None")
+            parents = drafts.parents.clamp(min=0).minimum(self.last_parent)
+            valid &= (parents == drafts.parents).all(dim=1)
+            self.parents[slots] = parents
         if drafted is not None:
             valid &= drafted
-        self.tokens[slots] = torch.where(valid[:, None], drafts.tokens, 0)
-        self.parents[slots] = drafts.parents.clamp(min=0).minimum(self.numbers - 1)
-        self.num_nodes[slots] = valid.to(torch.int32) * self.tokens.shape[1]
-        self.drafted_for[slots] = drafts.drafted_for
+        self.tokens[slots] = tokens
+        self.drafted_for[slots] = torch.where(valid, drafts.drafted_for, NEVER)
 
     def clear(self, slots: Tensor | None = None) -> None:
         """Forget the drafts of some slots, or of all."""
         if slots is None:
-            self.num_nodes.zero_()
             self.drafted_for.fill_(NEVER)
         else:
-            self.num_nodes[slots] = 0
             self.drafted_for[slots] = NEVER
 
-    def gather(self, slots: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Drafts in a batch's order: tokens [B, N-1], parents [B, N-1] and whether there is a draft, [B] bool.
+    def gather(self, slots: Tensor, seq_lens: Tensor) -> Gathered:
+        """Drafts of these slots [B], for requests of these lengths [B].
 
         There is none when the slot's draft continues another length than the request has now.
         """
-        drafted = (self.num_nodes[slots] > 0) & (self.drafted_for[slots] == seq_lens)
-        return self.tokens[slots], self.parents[slots], drafted
+        parents = None if self.parents is None else self.parents[slots]
+        return Gathered(self.tokens[slots], parents, self.drafted_for[slots] != seq_lens)
 
 
 def chain_parents(rows: int, num_draft_tokens: int, device: torch.device | str) -> Tensor:
@@ -95,16 +109,29 @@ def grid_parents(parent_list: Tensor, selected: Tensor, *, topk: int) -> Tensor:
     return torch.where(place > 0, node, 0).to(torch.int32)
 
 
-def grid_of(parents: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """The same tree in the host's numbering, for its tree kernel: parent_list, selected, topk, depth.
+@dataclass(frozen=True)
+class Grid:
+    """A tree in the host's numbering, for its tree kernel: parent_list [B, N+1] and selected [B, N-1], int64."""
+
+    parent_list: Tensor
+    selected: Tensor
+    topk: int
+    depth: int = 2
+
+    def rows(self, count: int) -> Grid:
+        """The first `count` requests'."""
+        return Grid(self.parent_list[:count], self.selected[:count], self.topk, self.depth)
+
+
+def grid_of(parents: Tensor) -> Grid:
+    """Trees of any shape, [B, N-1] parents, in the host's numbering.
 
     Node j with parent p becomes cell p * N + j - 1 of a grid whose rows are N wide, so a cell names its parent whatever
-    the tree's shape, and the host's kernel, which takes `topk` and `depth` as strides only, builds it: [B, N+1] and
-    [B, N-1] int64, topk = N, depth = 2.
+    the tree's shape, and the host's kernel, which takes `topk` and `depth` as strides only, builds it.
     """
     rows, width = parents.shape
     nodes = width + 1
     selected = parents.to(torch.int64) * nodes + torch.arange(width, device=parents.device)
     parent_list = torch.zeros((rows, nodes + 1), dtype=torch.int64, device=parents.device)
     parent_list[:, 1:nodes] = selected
-    return parent_list, selected, nodes, 2
+    return Grid(parent_list, selected, topk=nodes)

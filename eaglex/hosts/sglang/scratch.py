@@ -52,6 +52,7 @@ class Scratch:
         self.table = torch.zeros((plan.lanes + 1, width), dtype=torch.int32, device=device)
         ids = torch.arange(plan.slots, dtype=torch.int64, device=device) + plan.first_slot
         self.slot_ids = ids.view(plan.lanes, plan.per_lane)
+        self.entries = self.slot_ids.to(torch.int32)
         self.offsets = torch.arange(plan.per_lane, dtype=torch.int64, device=device)
         self.lanes = torch.arange(1, plan.lanes + 1, dtype=torch.int64, device=device)
 
@@ -64,8 +65,7 @@ class Scratch:
         rows = req_pool_indices.shape[0]
         if rows > self.plan.lanes:
             raise ValueError(f"req_pool_indices: at most {self.plan.lanes} requests can be drafted for, got {rows}")
-        own = self.slot_ids[:rows]
         lane_rows = self.table[1 : rows + 1]
         lane_rows[:, : self.plan.table_width] = req_to_token[req_pool_indices]
-        lane_rows.scatter_(1, lengths[:, None].to(torch.int64) + self.offsets, own.to(torch.int32))
-        return self.lanes[:rows], own.reshape(-1)
+        lane_rows.scatter_(1, lengths[:, None].to(torch.int64) + self.offsets, self.entries[:rows])
+        return self.lanes[:rows], self.slot_ids[:rows].reshape(-1)

@@ -1,8 +1,10 @@
 """The worker that SGLang's scheduler drives under EAGLEX.
 
 One forward: join the last draft; take the drafts of the batch's slots and verify them (or prefill); publish the
-lengths; fork the next draft. The host's result copy is enqueued before the draft, on a stream that does not wait for
-it.
+lengths; fork the next draft. With overlapped scheduling the draft is enqueued where the next forward joins it: after
+the host has enqueued its result copy and passed on the tokens of the forward before. On the GPU it still starts where
+verification ends, unless the CPU is late; and where the CPU is what a server waits for, enqueuing it any sooner would
+hold those tokens back by as long as that takes.
 """
 
 from __future__ import annotations
@@ -92,10 +94,8 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
         inputs = [result.logits_output.hidden_states, result.next_token_ids, result.accept_lens, result.new_seq_lens]
         inputs += [batch.input_ids, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens]
         self._stream.fork(Work(run=functools.partial(self._draft, draft), ready=ready, inputs=inputs))
-        if on_publish is None:
+        if on_publish is None:  # the host waits for the lengths before it goes on
             self._stream.launch()
-        else:
-            self._launch_after_copy(result)
         return result
 
     def _prefill(self, batch: Any) -> tuple[Any, Callable[[], None]]:
@@ -135,8 +135,8 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
         rows = bonus_tokens.shape[0]
         return compat.symbol("EagleDraftInput")(
             bonus_tokens=bonus_tokens,
-            topk_p=bonus_tokens.new_zeros((rows, 1), dtype=torch.float32),
-            topk_index=bonus_tokens.new_zeros((rows, 1), dtype=torch.int64),
+            topk_p=self._draft_worker.no_topk_p[:rows],
+            topk_index=self._draft_worker.no_topk_index[:rows],
         )
 
     def _draft(self, draft: Callable[[], None]) -> None:
@@ -146,20 +146,6 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
             compat.symbol("speculative_moe_a2a_backend_context")(),
         ):
             draft()
-
-    def _launch_after_copy(self, result: Any) -> None:
-        """Enqueue the draft once the host has enqueued its result copy.
-
-        Enqueuing a draft takes the CPU longer than enqueuing the copy. Where the CPU is what the server waits for, the
-        copy would come later by that much. If the host does not copy, the next `join` enqueues the draft.
-        """
-        copy_to_cpu = result.copy_to_cpu
-
-        def copy_then_launch(*arguments: Any, **options: Any) -> None:
-            copy_to_cpu(*arguments, **options)
-            self._stream.launch()
-
-        result.copy_to_cpu = copy_then_launch
 
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""

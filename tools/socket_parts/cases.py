@@ -1,0 +1,165 @@
+"""What is compared: the cases, the requests that each serves, and how two results are held against each other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+ALGORITHMS = ("EAGLE3", "EAGLEX")
+CHAIN = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}
+TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+NO_OVERLAP = {"disable_overlap_schedule": True}
+EAGER = {"disable_cuda_graph": True}
+CASES: dict[str, dict[str, Any]] = {
+    "chain": CHAIN,
+    "chain, no overlap": CHAIN | NO_OVERLAP,
+    "tree, page 64": TREE | {"page_size": 64},
+    "chain, forced retraction": CHAIN | {"max_running_requests": 16},
+    "chain, two GPUs": CHAIN | {"tp_size": 2},
+    "tree, two GPUs": TREE | {"tp_size": 2},
+    "chain, 3 slots, page 64": CHAIN | {"max_running_requests": 3, "page_size": 64},
+    "tree, 3 slots": TREE | {"max_running_requests": 3},
+    "chain, page 64": CHAIN | {"page_size": 64},
+    "chain, page 64, no overlap": CHAIN | NO_OVERLAP | {"page_size": 64},
+    "tree": TREE,
+    "tree, no overlap": TREE | NO_OVERLAP,
+    "tree, page 64, no overlap": TREE | NO_OVERLAP | {"page_size": 64},
+    "tree, forced retraction": TREE | {"max_running_requests": 16},
+    "chain, small pool": CHAIN | {"max_total_tokens": 2560},
+    "tree, small pool": TREE | {"max_total_tokens": 4096},
+    "tree, small pool, page 64": TREE | {"max_total_tokens": 12288, "page_size": 64},
+    "chain, eager": CHAIN | EAGER,
+    "tree, eager": TREE | EAGER,
+    "chain, sampled": CHAIN,
+    "tree, sampled": TREE,
+}
+COMMON: dict[str, Any] = {
+    "enable_deterministic_inference": True, "context_length": 2048, "chunked_prefill_size": 256,
+    "max_total_tokens": 60000, "max_running_requests": 24, "cuda_graph_max_bs_decode": 16,
+    "mem_fraction_static": 0.7, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
+}  # fmt: skip
+ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs")  # the slow ones serve the requests once
+# Where a request starts anew depends on timing, and what it then says can depend on where: the host computes K and V of
+# its tokens again as a prompt, with other roundings than verification's. So stock's tokens differ from stock's own.
+MOVED_BY_RETRACTION = ("small pool", "forced retraction")
+
+
+def has(name: str, parts: tuple[str, ...]) -> bool:
+    return any(part in name for part in parts)
+
+
+def gpus_of(name: str) -> int:
+    return int(CASES[name].get("tp_size", 1))
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """What the host reads from the environment.
+
+    It cuts prompts of a deterministic server at multiples of a size that is 4096 by default: no chunk would ever be
+    cut. On two GPUs it refuses to start where other engines hold unequal parts of their memory.
+    """
+    found = {"SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "128"}
+    if "forced retraction" in name:
+        found |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "13"}
+    if gpus_of(name) > 1:
+        found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    return found
+
+
+def workload(prompts: Path, sampled: bool) -> list[dict[str, Any]]:
+    """Requests of mixed length, with shared prefixes and duplicates, in an order of arrival; some are aborted."""
+    import numpy
+
+    text = numpy.load(prompts).astype(int).tolist()
+    choose = random.Random(7)
+
+    def cut(length: int) -> list[int]:
+        start = choose.randrange(len(text) - length)
+        return text[start : start + length]
+
+    lengths = [choose.randint(1, 16) for _ in range(16)] + [choose.randint(17, 128) for _ in range(40)]
+    lengths += [choose.randint(129, 600) for _ in range(30)] + [choose.randint(601, 1300) for _ in range(6)]
+    ids = [cut(length) for length in lengths]
+    for length in (63, 200, 384):  # shared prefixes, then exact duplicates
+        prefix = cut(length)
+        ids += [prefix + cut(choose.randint(1, 90)) for _ in range(8)]
+        ids += [prefix] * 3
+    ids += [choose.choice(ids) for _ in range(12)]
+    choose.shuffle(ids)
+    requests = [
+        {"ids": prompt, "new": choose.randint(1, 96), "ignore_eos": choose.random() < 0.5, "at": 0.004 * number}
+        for number, prompt in enumerate(ids)
+    ]
+    if sampled:
+        for number, request in enumerate(requests):
+            request |= {"temperature": 0.8, "sampling_seed": number}
+    aborted = [{"ids": cut(100), "new": 400, "ignore_eos": True, "at": 0.05 * n, "abort": 0.15} for n in range(8)]
+    return requests + aborted
+
+
+def moved(stock: dict[str, Any], base: dict[str, Any]) -> list[int]:
+    """Requests to which stock itself answers otherwise than without retraction (places in the first pass)."""
+    pairs = zip(stock["passes"][0]["requests"], base["passes"][0]["requests"], strict=True)
+    return [place for place, (a, b) in enumerate(pairs) if "ids" in a and "ids" in b and a["ids"] != b["ids"]]
+
+
+def compared(
+    name: str, stock: dict[str, Any], ours: dict[str, Any], *, base: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Token for token, and accept counts, over all passes. `base`: stock's result without retraction, where known."""
+    row: dict[str, Any] = {"case": name, "prompts": 0, "tokens": 0, "different": [], "accept_differs": 0, "errors": 0}
+    sums = {"EAGLE3": [0, 0], "EAGLEX": [0, 0]}
+    counts = {"retracted": 0, "cached": 0, "aborted": 0}
+    after_retraction = []
+    for number, (theirs, mine) in enumerate(zip(stock["passes"], ours["passes"], strict=True)):
+        for place, (a, b) in enumerate(zip(theirs["requests"], mine["requests"], strict=True)):
+            if a.get("aborted") or b.get("aborted"):
+                counts["aborted"] += 1
+                continue
+            if "error" in a or "error" in b:
+                row["errors"] += 1
+                row.setdefault("first_error", a.get("error") or b.get("error"))
+                continue
+            row["prompts"] += 1
+            row["tokens"] += len(b["ids"])
+            if a["ids"] != b["ids"]:
+                same = next((i for i, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=False)) if x != y), -1)
+                started_anew = a["retracted"] or b["retracted"]
+                (after_retraction if started_anew else row["different"]).append([number, place, same, len(a["ids"])])
+            row["accept_differs"] += (a["verify"], a["correct"]) != (b["verify"], b["correct"])
+            counts["retracted"] += b["retracted"]
+            counts["cached"] += b["cached"]
+            for key, value in (("EAGLE3", a), ("EAGLEX", b)):
+                sums[key][0] += value["correct"]
+                sums[key][1] += value["verify"]
+    accept = {key: 1 + correct / max(verify, 1) for key, (correct, verify) in sums.items()}
+    row |= counts | {"accept_length": accept, "verifies": {key: value[1] for key, value in sums.items()}}
+    row["seconds"] = {x["algorithm"]: [round(p["seconds"], 2) for p in x["passes"]] for x in (stock, ours)}
+    may_move = has(name, MOVED_BY_RETRACTION)
+    if may_move:
+        row["different_after_retraction"] = after_retraction
+        if base is not None:
+            row["stock_differs_from_itself"] = moved(stock, base)
+            row["ours_differs_from_stock_unretracted"] = moved(ours, base)
+    else:
+        row["different"] += after_retraction
+    failed = row["different"] or row["errors"] or (not may_move and row["accept_differs"]) or not row["prompts"]
+    row["equal"] = not failed
+    return row
+
+
+def shown(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    if row.get("missing"):
+        return f"MISS {row['case']:28s} {row['missing']}"
+    accept = "/".join(f"{value:.3f}" for value in row["accept_length"].values())
+    verifies = "/".join(str(value) for value in row["verifies"].values())
+    after = len(row.get("different_after_retraction", []))
+    counts = {key: row[key] for key in ("prompts", "tokens", "accept_differs", "retracted", "errors", "seconds")}
+    itself = row.get("stock_differs_from_itself", [])
+    return (
+        f"{'ok  ' if row['equal'] else 'FAIL'} {row['case']:28s} different {len(row['different'])} accept {accept} "
+        f"verifies {verifies} {counts} after retraction {after}, stock from itself {itself} "
+        f"{row.get('first_error', '')}"
+    )

@@ -1,0 +1,205 @@
+"""One engine in a process of its own: it serves a case, or is timed. It says when it is up and starts when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from socket_parts.cases import CASES, CHAIN, COMMON, ONE_PASS, has, workload
+
+ROUNDS = 2
+TURN_SECONDS = 400  # how long an engine that is up waits for its turn
+SHAPE = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write(file: Path, value: Any) -> None:
+    """Whole or not at all: the file's presence tells that what it holds is done."""
+    part = file.with_suffix(file.suffix + ".part")
+    part.write_text(json.dumps(value, indent=1))
+    part.rename(file)
+
+
+def turn(file: Path, number: int = 0) -> bool:
+    """Wait until the caller gives the turn `number`; False when it does not."""
+    deadline = time.monotonic() + TURN_SECONDS
+    while time.monotonic() < deadline:
+        if file.with_suffix(f".go{number}").is_file():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def engine_of(target: str, draft: str, algorithm: str, **options: Any) -> Any:
+    import sglang
+
+    settings: dict[str, Any] = {
+        "model_path": target, "skip_tokenizer_init": True, "attention_backend": "triton", "sampling_backend": "pytorch",
+        "grammar_backend": "none", "speculative_algorithm": algorithm, "speculative_draft_model_path": draft,
+        "disable_prefill_cuda_graph": True, "log_level": "info",
+        "nccl_port": int(os.environ["SOCKET_PORT"]),  # the host's own choice can be another engine's a moment later
+    }  # fmt: skip
+    return sglang.Engine(**settings | options)
+
+
+async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Send the requests as they arrive; output ids and counts of each, in the order of the list."""
+
+    async def one(number: int, request: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(request["at"])
+        sampling = {"temperature": request.get("temperature", 0.0), "max_new_tokens": request["new"]}
+        sampling["ignore_eos"] = request["ignore_eos"]
+        if "sampling_seed" in request:
+            sampling["sampling_seed"] = request["sampling_seed"]
+        rid = f"request-{number}"
+        if "abort" in request:
+            asyncio.get_running_loop().call_later(request["abort"], engine.tokenizer_manager.abort_request, rid)
+        try:
+            result = await engine.async_generate(input_ids=request["ids"], sampling_params=sampling, rid=rid)
+        except Exception as error:
+            return {"aborted": True} if "abort" in request else {"error": repr(error)}
+        meta = result["meta_info"]
+        if "abort" in request:
+            return {"aborted": True}
+        return {
+            "ids": result["output_ids"],
+            "verify": meta.get("spec_verify_ct", 0),
+            "correct": meta.get("spec_num_correct_drafts", 0),
+            "cached": meta.get("cached_tokens", 0),
+            "retracted": meta.get("num_retractions", 0),
+        }
+
+    return list(await asyncio.gather(*(one(number, request) for number, request in enumerate(requests))))
+
+
+def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> None:
+    """One case under one algorithm: the requests twice, so that the second pass finds the radix cache filled."""
+    options = COMMON | CASES[name]
+    engine = engine_of(str(pair / "target"), str(pair / "draft"), algorithm, **options)
+    requests = workload(prompts, "sampled" in name)
+    write(out.with_suffix(".ready"), True)
+    if not turn(out):
+        return
+    passes = []
+    for _ in range(1 if has(name, ONE_PASS) else 2):
+        start = time.perf_counter()
+        served = engine.loop.run_until_complete(serve(engine, requests))
+        passes.append({"seconds": time.perf_counter() - start, "requests": served})
+    write(out, {"case": name, "algorithm": algorithm, "passes": passes, "flushed": bool(engine.flush_cache())})
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 90th percentile, least, and how many."""
+    ordered = sorted(values)
+    if not ordered:
+        return {"n": 0}
+    at = {"median": len(ordered) // 2, "p90": len(ordered) * 9 // 10, "min": 0}
+    return {key: round(ordered[place], 3) for key, place in at.items()} | {"n": len(ordered)}
+
+
+class Timed:
+    """An engine with dummy weights, which accept nothing, of the Llama 8B sizes and 8 layers."""
+
+    lengths = (64, 512, 3000)
+    batches = (1, 8)
+
+    def __init__(self, algorithm: str, out: Path) -> None:
+        self.choose = random.Random(1)
+        folders = {}
+        for name, fields in {
+            "target": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8},
+            "draft": {
+                "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
+            },
+        }.items():  # fmt: skip
+            folders[name] = out.parent / f"{out.stem}-{name}"
+            folders[name].mkdir(parents=True, exist_ok=True)
+            (folders[name] / "config.json").write_text(json.dumps(SHAPE | fields))
+        self.engine = engine_of(
+            str(folders["target"]), str(folders["draft"]), algorithm, load_format="dummy", max_total_tokens=60000,
+            mem_fraction_static=0.7, context_length=4096, cuda_graph_max_bs_decode=8, disable_radix_cache=True, **CHAIN,
+        )  # fmt: skip
+
+    def ids(self, length: int) -> list[int]:
+        return [self.choose.randrange(10, 30000) for _ in range(length)]
+
+    def took(self, batch: int, length: int, new: int) -> float:
+        """Milliseconds until `batch` requests have ended."""
+        ids = [self.ids(length) for _ in range(batch)]
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new}
+        start = time.perf_counter()
+        self.engine.generate(input_ids=ids, sampling_params=sampling)
+        return (time.perf_counter() - start) * 1e3
+
+    async def first_token(self, length: int) -> float:
+        """Milliseconds until the first token of a request has arrived; the request ends before this returns."""
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
+        ids, first = self.ids(length), 0.0
+        start = time.perf_counter()
+        async for _ in await self.engine.async_generate(input_ids=ids, sampling_params=sampling, stream=True):
+            first = first or (time.perf_counter() - start) * 1e3
+        return first
+
+    async def first_tokens(self, length: int, count: int, beside: int = 0) -> list[float]:
+        """First tokens of `count` requests, one after the other, while `beside` others decode all the time."""
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3500}
+        names = [f"beside-{length}-{number}-{self.choose.random()}" for number in range(beside)]
+        others = [
+            asyncio.ensure_future(
+                self.engine.async_generate(input_ids=self.ids(64), sampling_params=sampling, rid=name)
+            )
+            for name in names
+        ]
+        await asyncio.sleep(0.3 if beside else 0)
+        found = [await self.first_token(length) for _ in range(count)]
+        for name in names:
+            self.engine.tokenizer_manager.abort_request(name)
+        await asyncio.gather(*others, return_exceptions=True)
+        return found
+
+    def warm(self) -> None:
+        for batch in self.batches:
+            self.took(batch, 512, 40)
+        for length in self.lengths:
+            self.took(1, length, 1)
+            self.engine.loop.run_until_complete(self.first_tokens(length, 1))
+
+    def round(self) -> dict[str, Any]:
+        result: dict[str, Any] = {"cycles_per_second": {}, "request_of_one_token_ms": {}}
+        for batch in self.batches:
+            took = sorted(self.took(batch, 64, 151) - self.took(batch, 64, 1) for _ in range(3))
+            result["cycles_per_second"][batch] = round(150 / took[1] * 1e3, 1)
+        run = self.engine.loop.run_until_complete
+        for length in self.lengths:
+            result["request_of_one_token_ms"][length] = spread([self.took(1, length, 1) for _ in range(15)])
+        for name, beside in (("first_token_ms", 0), ("first_token_beside_4_ms", 4)):
+            result[name] = {n: spread(run(self.first_tokens(n, 15, beside))) for n in self.lengths}
+        return result
+
+
+def time_one(algorithm: str, out: Path) -> None:
+    """Cycles per second, time to first token and the probe's times, once for each turn that is given."""
+    timed = Timed(algorithm, out)
+    timed.warm()
+    probe, seen = Path(os.environ["SOCKET_PROBE"]), 0
+    write(out.with_suffix(".ready"), True)
+    for number in range(ROUNDS):
+        if not turn(out, number):
+            return
+        result = timed.round()
+        rows = json.loads(probe.read_text()) if probe.is_file() else []
+        for kind in ("verify", "prefill"):
+            for place, name in ((1, "gpu_us"), (2, "host_us")):
+                values = [row[place] for row in rows[seen:] if row[0] == kind]
+                result[f"{kind}_end_to_copy_{name}"] = spread(values)
+        seen = len(rows)
+        write(out.with_suffix(f".round{number}"), result)
