@@ -24,12 +24,6 @@ from eaglex.hosts.sglang.translate import Prefilled, Verified, unfinished_of
 
 logger = logging.getLogger(__name__)
 _Base: Any = compat.symbol("BaseSpecWorker")
-UPDATES = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
 KEPT = "EAGLEX: the target's weights are updated; the draft keeps its own, and what it shares is renewed."
 
 
@@ -53,7 +47,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._fence = Fence()
         manager = compat.symbol("SchedulerWeightUpdaterManager")
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
-        for name in UPDATES:
+        for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
         logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+# of the host's SchedulerWeightUpdaterManager: all ways to change a target's weights
+UPDATES: Final = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
 
 def nothing() -> None:
     """The default of both actions."""
