@@ -46,7 +46,8 @@ def verify_input(package: str) -> dict[str, Any]:
     from host_import import AbsentModule
 
     start(package)
-    sys.modules["sglang.kernels.ops.attention.utils"] = AbsentModule("utils")  # Triton kernels, of no use here
+    for name in ("sglang.kernels.ops.attention.utils", "sglang.srt.model_executor.forward_batch_info"):
+        sys.modules[name] = AbsentModule(name)  # of no use here, and they import most of what is not installed
     from eaglex.config import SpeculationConfig
     from eaglex.hosts.sglang.engine_draft import EngineDraft
 
