@@ -121,6 +121,7 @@ class Host:
         result = self.worker.forward_batch_generation(
             batch, on_publish=(lambda _: LOG.append("publish")) if self.setting.overlap else None
         )
+        result.copy_to_cpu(return_logprob=False)  # tensors of the result are replaced
         vars(batch).update(before)  # as the host restores its batch
         return result
 
@@ -287,7 +288,7 @@ def server_args(setting: Setting) -> Any:
         device="cpu", speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
         speculative_eagle_topk=setting.topk, speculative_num_draft_tokens=setting.nodes,
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
-        model_path=str(TINY / "target"), disable_cuda_graph=not setting.graphs, chunked_prefill_size=64,
+        model_path=str(TINY / "target"), chunked_prefill_size=64,
     )  # fmt: skip
 
 
@@ -303,6 +304,9 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
         "default_tree_mask_mode": lambda: TreeMaskMode.FULL_MASK, "mambaish_config": lambda config: None,
         "DefaultPoolConfigurator": type("Configurator", (PoolConfigurator,), dict(vars(PoolConfigurator))),
         "SchedulerWeightUpdaterManager": updater, "SpeculativeAlgorithm": Algorithm,
+        "Phase": SimpleNamespace(DECODE="decode"), "Backend": SimpleNamespace(DISABLED="disabled"),
+        "check_cuda_graph_backend": lambda phase, backend: (phase, backend) == ("decode", "disabled")
+        and not setting.graphs,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "symbol", symbols.__getitem__)

@@ -56,7 +56,8 @@ class EngineDraft:
         self.server_args, self.options = server_args, options
         self.target_worker, self.device = target_worker, device
         self.speculation: SpeculationConfig = engine_arguments.speculation_of(server_args, options)
-        self.graphs = not server_args.disable_cuda_graph
+        decode, off = compat.symbol("Phase").DECODE, compat.symbol("Backend").DISABLED
+        self.graphs = not compat.symbol("check_cuda_graph_backend")(decode, off)
         self.speculative_num_steps = self.speculation.num_steps
         self.speculative_num_draft_tokens = self.speculation.num_draft_tokens
         self.topk = self.speculation.topk
