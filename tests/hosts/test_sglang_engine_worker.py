@@ -327,6 +327,19 @@ def test_refused_flags_are_the_hosts(running_host: Path) -> None:
     assert {option for option, _, _ in engine_arguments.REFUSED} <= known
 
 
+def test_every_target_of_the_host_says_what_it_captures(running_host: Path) -> None:
+    """Why the list can be read back: a model keeps it as `layers_to_capture`, or hands the setter on."""
+    found = 0
+    for file in sorted((running_host / "srt" / "models").glob("*.py")):
+        for owner in (node for node in parse(file).body if isinstance(node, ast.ClassDef)):
+            setter = methods(owner).get("set_eagle3_layers_to_capture")
+            if setter is not None:
+                text = ast.unparse(setter)
+                assert "layers_to_capture = " in text or ".set_eagle3_layers_to_capture(" in text, file.name
+                found += 1
+    assert found >= 25
+
+
 def test_the_aux_layers_are_set_before_the_target_is_captured(running_host: Path) -> None:
     """The host's start: draft worker, pools, the list once more, backends, graphs."""
     scheduler = methods(class_def(running_host, "sglang.srt.managers.scheduler", "Scheduler"))

@@ -202,6 +202,8 @@ class EngineDraft:
         """The target's weights have changed, and those that the draft shares with it: the engine is made again."""
         if not self.facts.borrowed or self._engine is None:
             return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
         held = self._held(self.config.vocab_size, self.kv_dtype)
         for name in self.facts.borrowed:
             setattr(self.weights, name, held[name])
