@@ -33,6 +33,8 @@ help:  ## this list
 
 test: build lint ctest pytest  ## set up, build, lint, C++ tests, Python tests
 
+demo: EAGLEX_TESTS = OFF
+demo: EAGLEX_EMULATOR = OFF
 demo: build  ## set up, build, and speculate on a text with the repository's pair of models
 	$(PY) -m eaglex generate --check </dev/null
 

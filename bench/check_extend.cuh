@@ -166,7 +166,7 @@ inline void check_head_switches(Model& m, int tokens, cudaStream_t stream, Verdi
   m.context.config.next_hidden = NextHidden::kNormed;
   const HeadParams params{
       {Pass::kStep, 1, tokens}, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0};
-  stream::launch_head(m.plan, params, m.context, m.batch.get(), stream);
+  m.launch_head(params, stream);
   synchronize(stream);
   m.context.config.next_hidden = NextHidden::kPreNorm;
   const std::vector<std::int32_t> status = m.status.host();

@@ -74,7 +74,7 @@ struct Model {
       req_to_token;
   Buffer<std::int64_t> new_len, frontier_tokens, input_ids, slots, seq_lens;
   Buffer<float> top_scores;
-  Buffer<void*> pool_pointers;
+  void* pool_arrays[2];
   Buffer<DraftBatch> batch;
   DraftBatch host_batch;
   stream::StreamPlan plan;
@@ -123,7 +123,6 @@ struct Model {
         slots(kMaxRows),
         seq_lens(kMaxRows),
         top_scores(size(kMaxRows) * topk),
-        pool_pointers(2),
         batch(1) {
     configure(topk);
     contents(topk);
@@ -134,6 +133,8 @@ struct Model {
     const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.kv_heads, s.heads / s.kv_heads, s.head_dim};
     workspace = std::make_unique<Buffer<std::byte>>(stream::workspace_bytes(device, needs));
     plan = stream::make_plan(device, needs, workspace->get());
+    pool_arrays[0] = pool_k.get(), pool_arrays[1] = pool_v.get();
+    plan.pool_k = pool_arrays, plan.pool_v = pool_arrays + 1;
   }
 
   // Lanes 1..lanes hold a request each of kContext - kSteps positions.
@@ -161,6 +162,11 @@ struct Model {
     return params;
   }
 
+  void launch_head(const HeadParams& params, cudaStream_t stream) const {
+    const int blocks = stream::launch_head(plan, params, context, stream);
+    stream::launch_head_merge(plan, params, blocks, nullptr, context, batch.get(), stream);
+  }
+
   static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
  private:
@@ -177,9 +183,7 @@ struct Model {
     c.rotary_dim = shape.rotary_dim;
     context.speculation = {kSteps, topk, 2, Sampling::kGreedy};
     context.limits = {kMaxRows, kMaxRows, kMaxRows + 1};
-    context.kv = {req_to_token.get(),     kContext, (kMaxRows + 1) * kContext, DType::kBF16, pool_pointers.get(),
-                  pool_pointers.get() + 1};
-    pool_pointers.set({pool_k.get(), pool_v.get()});
+    context.kv = {req_to_token.get(), kContext, (kMaxRows + 1) * kContext, DType::kBF16, nullptr, nullptr};
     LaneState& l = context.lanes;
     l.status = status.get();
     l.new_len = new_len.get();

@@ -2,6 +2,8 @@
 // engine launches it: the same pointers, the same rows.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -31,8 +33,15 @@ class Recorder final : public Backend {
   [[nodiscard]] const char* name() const noexcept override { return inner_->name(); }
   [[nodiscard]] Device device() const noexcept override { return inner_->device(); }
   [[nodiscard]] DType activation_type() const noexcept override { return inner_->activation_type(); }
-  [[nodiscard]] void* allocate(std::size_t bytes) override { return inner_->allocate(bytes); }
-  [[nodiscard]] Linear prepare(std::span<const TensorView> parts) override { return inner_->prepare(parts); }
+  // The loop asks once: for what lies between the steps.
+  [[nodiscard]] void* allocate(std::size_t bytes) override {
+    workspace_bytes_ = bytes;
+    return workspace_ = inner_->allocate(bytes);
+  }
+  [[nodiscard]] cudaError_t poison(cudaStream_t stream) const {
+    return cudaMemsetAsync(workspace_, 0xFF, workspace_bytes_, stream);
+  }
+  [[nodiscard]] Linear prepare(std::span<const eaglex::Matrix> parts) override { return inner_->prepare(parts); }
   void bind(const EngineContext& context) override { inner_->bind(context); }
   void begin(const DraftBatch& batch, Stream stream) override {
     batch_ = batch;
@@ -85,6 +94,8 @@ class Recorder final : public Backend {
   DraftBatch batch_;
   std::vector<RecordedStep> steps_;
   bool recording_ = false;
+  void* workspace_ = nullptr;
+  std::size_t workspace_bytes_ = 0;
 };
 
 }  // namespace eaglex::bench

@@ -38,9 +38,7 @@ void launch(const Model& m, Kernel kernel, int rows, cudaStream_t stream) {
       return stream::launch_projection(m.plan, {pass, m.down.linear, m.act.get(), m.middle.get(), m.hidden.get()},
                                        stream);
     case Kernel::kHead:
-      return stream::launch_head(m.plan,
-                                 {pass, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0},
-                                 m.context, m.batch.get(), stream);
+      return m.launch_head({pass, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0}, stream);
   }
 }
 

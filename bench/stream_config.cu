@@ -53,23 +53,21 @@ void check_split() {
 
 void check_slots() {
   for (const NamedDevice& device : kDevices) {
-    const int wide = slot_bytes(device.limits, Slot::kWide) + kReservedPerBlock;
-    const int narrow = slot_bytes(device.limits, Slot::kNarrow) + kReservedPerBlock;
+    const int block = slot_bytes(device.limits) + kReservedPerBlock;
     const int all = device.limits.shared_per_sm;
-    require(2 * wide > all, concat(device.name, ": two wide slots must not fit"));
-    require(wide + narrow + kSmallKernelBytes + kReservedPerBlock <= all,
-            concat(device.name, ": wide, narrow and small must fit"));
-    require(wide + 2 * narrow > all, concat(device.name, ": a second narrow slot must not fit"));
+    require(kBlocksPerSm * block + kSmallKernelBytes + kReservedPerBlock <= all,
+            concat(device.name, ": two blocks and a small kernel must fit"));
+    require((kBlocksPerSm + 1) * block > all, concat(device.name, ": a third block must not fit"));
   }
 }
 
 void check_configs() {
   for (const NamedDevice& device : kDevices) {
     for (const int tokens : {1, 8, 9, 16, 17, 32, 33, 64}) {
-      for (const Slot slot : {Slot::kWide, Slot::kNarrow}) {
-        const GemmProblem head{32000, 4096, 1, tokens, true, slot, 16, 1, 1088};
-        const GemmProblem qkv{6144, 4096, 2, tokens, true, slot, 16, 24, 0};
-        const GemmProblem& problem = slot == Slot::kWide ? head : qkv;
+      for (const bool is_head : {true, false}) {
+        const GemmProblem head{32000, 4096, 1, tokens, true, 16, 1, 1088};
+        const GemmProblem qkv{6144, 4096, 2, tokens, true, 16, 24, 0};
+        const GemmProblem& problem = is_head ? head : qkv;
         const GemmConfig config = configure(problem, device.limits);
         const std::string what = concat(device.name, ", ", tokens, " tokens");
         require(config.token_tiles * 8 >= tokens, what + ": all tokens have a column");
@@ -79,10 +77,9 @@ void check_configs() {
         require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
         require(shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
                 what + ": the layout fits");
-        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits, slot),
-                what + ": takes its whole slot");
+        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
         if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
-          require(config.in_slot && config.stages >= 4, what + ": at least 4 stages beside the next kernel");
+          require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
         }
         if (tokens <= 8) require(config.in_slot, what + ": batch 1 to 8 is prefetched everywhere");
       }
@@ -117,9 +114,9 @@ void check_attention() {
   for (const NamedDevice& device : kDevices) {
     for (int rows = 1; rows <= kMaxTokens; ++rows) {
       for (const int width : {1, 4, 16}) {
-        const AttentionGrid grid = attention_grid(device.limits.num_sms, rows, width, 8, 8);
+        const AttentionGrid grid = attention_grid(slots_of(device.limits), rows, width, 8, 8);
         require(grid.lanes * grid.width >= rows && grid.packs * kPackedRows >= width * 8, "every query row has a task");
-        require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * device.limits.num_sms,
+        require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * slots_of(device.limits),
                 "split tasks fit their counters and parts");
       }
     }

@@ -69,6 +69,9 @@ class Subject {
     tensors.num_nodes = empty(DType::kI32, {slots});
     tensors.drafted_for = empty(DType::kI64, {slots});
     tensors.counters = counters_ = empty(DType::kI64, {kNumLaneStatus});
+    for (const TensorView& view : {tensors.draft_k[0], tensors.draft_v[0], tensors.draft_tokens, tensors.parents,
+                                   tensors.scores, tensors.num_nodes, tensors.drafted_for})
+      written_.push_back(view);
     const EngineLimits limits{c.batch, static_cast<int>(rows), static_cast<int>(slots)};
     engine_ = std::make_unique<DraftEngine>(std::move(recorder), config_, speculation_, limits, weights(), tensors);
 
@@ -103,6 +106,11 @@ class Subject {
     engine_->enqueue(batch_, stream);
     return recorder_->stop();
   }
+
+  // What a cycle writes: the pool's K and V, then the results.
+  [[nodiscard]] const std::vector<TensorView>& written() const { return written_; }
+  // Whatever lies between the steps becomes NaN and -1.
+  void poison(cudaStream_t stream) const { stream::check(recorder_->poison(stream), "poison"); }
 
   [[nodiscard]] const char* backend() const { return engine_->backend_name(); }
   [[nodiscard]] std::size_t workspace_bytes() const { return engine_->workspace_bytes(); }
@@ -199,6 +207,7 @@ class Subject {
   SpeculationConfig speculation_;
   std::vector<std::unique_ptr<Buffer<bf16>>> memory_;  // before the engine, which borrows it
   TensorView counters_;
+  std::vector<TensorView> written_;
   std::unique_ptr<DraftEngine> engine_;
   Recorder* recorder_ = nullptr;
   BatchTensors batch_;

@@ -78,10 +78,11 @@ DType torch_dtype(py::handle dtype) {
   for (const auto& [text, type] : {std::pair{"torch.float32", DType::kF32}, std::pair{"torch.float16", DType::kF16},
                                    std::pair{"torch.bfloat16", DType::kBF16}, std::pair{"torch.int32", DType::kI32},
                                    std::pair{"torch.int64", DType::kI64}, std::pair{"torch.uint8", DType::kU8},
-                                   std::pair{"torch.bool", DType::kU8}}) {
+                                   std::pair{"torch.bool", DType::kU8}, std::pair{"torch.float8_e4m3fn", DType::kF8}}) {
     if (name == text) return known[dtype.ptr()] = type;
   }
-  eaglex::fail(ErrorCode::kShape, "expected float32, float16, bfloat16, int32, int64, uint8 or bool, got ", name);
+  eaglex::fail(ErrorCode::kShape,
+               "expected float32, float16, bfloat16, float8_e4m3fn, int32, int64, uint8 or bool, got ", name);
 }
 
 TensorView borrow_torch(py::handle object) {
@@ -149,6 +150,29 @@ void assign(std::vector<TensorView>& to, py::handle value, const std::string& fi
     assign(views.emplace_back(), item, name);
   }
   to = std::move(views);
+}
+
+// A tensor or None, or an object with `values` and `scales` (eaglex.packed.PackedWeight); values in bytes are int4.
+void assign(eaglex::Matrix& to, py::handle value, const std::string& field) {
+  eaglex::Matrix matrix;
+  if (!py::hasattr(value, "scales")) {
+    assign(static_cast<TensorView&>(matrix), value, field);
+  } else {
+    assign(static_cast<TensorView&>(matrix), value.attr("values"), field + ".values");
+    assign(matrix.scales, value.attr("scales"), field + ".scales");
+    if (matrix.dtype == DType::kU8 && matrix.rank == 2) {
+      matrix.dtype = DType::kI4;
+      matrix.shape[1] *= 2;
+      matrix.stride = {matrix.stride[0] * 2, matrix.stride[1]};
+    }
+  }
+  to = matrix;
+}
+
+std::string show(const eaglex::Matrix& matrix) {
+  return matrix.packed() ? eaglex::describe(matrix) + " with scales " + eaglex::describe(matrix.scales)
+         : matrix        ? eaglex::describe(matrix)
+                         : "None";
 }
 
 std::string show(const TensorView& view) {
@@ -303,6 +327,12 @@ void bind_engine(py::module_& m) {
             self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reads_original",
+          [](const DraftEngine& self, std::uintptr_t matrix) {
+            return self.reads_original(reinterpret_cast<const void*>(matrix));  // NOLINT
+          },
+          py::arg("matrix"))
       .def_property_readonly("backend_name", &DraftEngine::backend_name)
       .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
 }

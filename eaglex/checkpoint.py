@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eaglex import aux_layers, dialects, draft_config, vocabulary
+from eaglex import aux_layers, dialects, draft_config, packed_tensors, quant_schemes, vocabulary
 from eaglex.aux_layers import AuxConvention, AuxLayers
 from eaglex.config import AuxNorm, DraftConfig
 from eaglex.errors import CheckpointError, ConfigError, ShapeError
 from eaglex.fields import Fields, read_json, shown
-from eaglex.source import CONFIG, Source, TensorInfo, open_source
+from eaglex.packed import part_of
+from eaglex.packed_tensors import PackedInfo
+from eaglex.source import CONFIG, TensorInfo, open_source
 from eaglex.target import Target, read_target
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
 
@@ -115,7 +117,8 @@ def examine(
     tensors = source.tensors()
     layer = dialects.layer_fields(config)
     dialects.refuse_families(config, layer, tensors)
-    _refuse_quantised(source, config, layer)
+    scheme = quant_schemes.read(source, config, layer)
+    tensors, packed_notes = packed_tensors.collect(tensors, scheme)
     known, ignored = dialects.canonical(tensors)
     goal = None if target is None else read_target(target)
     draft, notes = draft_config.read(config, known, goal, max_positions)
@@ -130,14 +133,15 @@ def examine(
     if "aux_norms.whole" in known:
         known["aux_norms.0"] = known.pop("aux_norms.whole")
     borrowed, absent = _borrow(config, known, draft, goal, notes)
-    dtype = _check_tensors(known, draft, borrowed, absent)
+    notes += packed_notes
+    dtype = _check_tensors(known, draft, borrowed, absent, notes)
     notes += _dtype_note(layer, config, dtype)
     d2t, map_notes = vocabulary.read_d2t(
         known.get("d2t"), known.get("t2d"), draft.vocab_size, draft.draft_vocab_size, source.label
     )
     if ignored:
         notes.append(f"ignored tensors, of no use to a draft: {', '.join(sorted(ignored))}")
-    if goal is not None and goal.quantization is not None:
+    if goal is not None and goal.quantization is not None and scheme is None:
         notes.append(f"the target is quantised ({goal.quantization}); the draft is not and stays {dtype.lower()}")
     return Facts(
         label=source.label,
@@ -200,7 +204,9 @@ def load(
         )
     wanted = dtype or {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[facts.dtype]
     given = {name: tensor for name, tensor in (held or {}).items() if name in facts.borrowed}
-    read = {name: given[name] if name in given else info.read().to(wanted) for name, info in facts.tensors.items()}
+    read = {
+        name: given[name] if name in given else _read(name, info, wanted) for name, info in facts.tensors.items()
+    }
     layers = [LayerWeights(**_layer(read, i)) for i in range(facts.config.num_layers)]
     norms = (
         0
@@ -233,7 +239,19 @@ def _dtype_note(layer: Fields, config: Fields, dtype: str) -> list[str]:
     return []
 
 
-def _layer(read: Mapping[str, torch.Tensor], index: int) -> dict[str, Any]:
+def _read(name: str, info: TensorInfo, dtype: torch.dtype) -> Any:
+    """A tensor, or a packed matrix where that may be one."""
+    if not isinstance(info, PackedInfo):
+        return info.read().to(dtype)
+    packed = info.pack()
+    if part_of(name) is not None:
+        return packed
+    from eaglex.reference_low_bit import unpacked
+
+    return unpacked(packed).to(dtype)
+
+
+def _layer(read: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {field.name: read.get(f"layers.{index}.{field.name}") for field in dataclasses.fields(LayerWeights)}
 
 
@@ -251,21 +269,6 @@ def _override(config: Fields, overrides: Mapping[str, object]) -> Fields:
             inner = inner[step]
         inner[name] = value
     return Fields(data, config.file)
-
-
-def _refuse_quantised(source: Source, config: Fields, layer: Fields) -> None:
-    """A scheme in the config, or in ModelOpt's file beside it; before the names, which it changes as well."""
-    expected = "none: quantised draft checkpoints are not read; quantise a bf16 one at load"
-    copied = dialects.AUTOMODEL_ARCHITECTURE in config.texts("architectures")  # then it is the target's scheme
-    for fields in () if copied else (config, layer):
-        for name in ("quantization_config", "compression_config"):
-            scheme = fields.child(name)
-            if scheme is not None and scheme.data:
-                fields.fail(name, expected, scheme.data.get("quant_method") or scheme.data)
-    if "hf_quant_config.json" in source.names:
-        quantised = read_json(source.path("hf_quant_config.json")).child("quantization")
-        if quantised is not None and quantised.data.get("quant_algo") is not None:
-            quantised.fail("quant_algo", expected)
 
 
 def _borrow(
@@ -305,15 +308,20 @@ def _borrow(
 
 
 def _check_tensors(
-    known: Mapping[str, TensorInfo], draft: DraftConfig, borrowed: tuple[str, ...], absent: tuple[str, ...]
+    known: Mapping[str, TensorInfo],
+    draft: DraftConfig,
+    borrowed: tuple[str, ...],
+    absent: tuple[str, ...],
+    notes: list[str],
 ) -> str:
-    """Names, shapes and types against the config; the one dtype of the draft's own weights."""
+    """Names, shapes and types against the config; the one dtype of the draft's own weights that are not packed."""
     expected = expected_shapes(draft)
     expected.pop("d2t")
     where = str(known["fc"].file)
     if missing := sorted(expected.keys() - known.keys() - set(absent)):
         raise dialects.missing_error(missing, dict(known), where)
-    dtype = known["fc"].dtype
+    first = known["norm" if isinstance(known["fc"], PackedInfo) else "fc"]
+    dtype = first.dtype
     for name, info in known.items():
         if name in _MAPS:
             continue
@@ -323,8 +331,12 @@ def _check_tensors(
             )
         if info.shape != expected[name]:
             raise CheckpointError(f"{info}: expected shape {list(expected[name])}, got {list(info.shape)}")
+        if isinstance(info, PackedInfo):
+            if part_of(name) is None:
+                notes.append(f"{info.name} is {info.dtype} in the file and is unpacked to {dtype.lower()}")
+            continue
         if info.dtype not in _FLOATS:
             raise CheckpointError(f"{info}: expected dtype {', '.join(_FLOATS)}, got {info.dtype}")
         if info.dtype != dtype and name not in borrowed:
-            raise CheckpointError(f"{info}: expected dtype {dtype} like {known['fc'].name}, got {info.dtype}")
+            raise CheckpointError(f"{info}: expected dtype {dtype} like {first.name}, got {info.dtype}")
     return dtype

@@ -10,7 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 import eaglex
-from eaglex.errors import EaglexError
+from eaglex.errors import ConfigError, EaglexError
+from eaglex.packed import DraftQuant
+
+QUANT_HELP = (
+    "precision of the draft's matrices: none, fp8, int4, or by part as in head=int4,mlp=fp8 (parts: head, mlp, qkv, "
+    "o; default: as the checkpoint has them)"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--aux-layer-ids", metavar="I,J,K", type=_ids, help="use these layers instead of the config's")
     parser.add_argument("--convention", choices=[c.value for c in AuxConvention], help="how the layer ids are written")
+    parser.add_argument("--draft-quant", metavar="P", type=_quant, help=QUANT_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -44,10 +51,22 @@ def _inspect(options: argparse.Namespace) -> int:
     convention = AuxConvention(options.convention) if options.convention else None
     facts = examine(options.path, target=options.target, aux_layer_ids=options.aux_layer_ids, convention=convention)
     if options.json:
-        print(json.dumps(inspect.as_json(facts, options.bandwidth), indent=1))
+        print(json.dumps(inspect.as_json(facts, options.bandwidth, options.draft_quant), indent=1))
     else:
-        print(inspect.report(facts, options.bandwidth))
+        print(inspect.report(facts, options.bandwidth, options.draft_quant))
     return 0
+
+
+def _hot_vocab_options(parser: argparse.ArgumentParser) -> None:
+    from eaglex import hot_vocab_command
+
+    hot_vocab_command.options(parser)
+
+
+def _hot_vocab(options: argparse.Namespace) -> int:
+    from eaglex import hot_vocab_command
+
+    return hot_vocab_command.run(options)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +107,12 @@ COMMANDS = (
         run=_inspect,
     ),
     Command(
+        name="hot-vocab",
+        help="rank a target's tokens by how often texts hold them, for --hot-vocab",
+        options=_hot_vocab_options,
+        run=_hot_vocab,
+    ),
+    Command(
         name="doctor",
         help="what this machine lacks for eaglex; the exit code is the number of failures",
         options=_doctor_options,
@@ -124,6 +149,13 @@ def _positive(text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise argparse.ArgumentTypeError(f"expected a number > 0, got {text}")
     return value
+
+
+def _quant(text: str) -> DraftQuant:
+    try:
+        return DraftQuant.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ids(text: str) -> list[int]:

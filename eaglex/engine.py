@@ -19,6 +19,7 @@ from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
 
 if TYPE_CHECKING:
+    from eaglex.packed import Weight
     from eaglex.weights import DraftWeights
 
 
@@ -139,7 +140,9 @@ class DraftEngine:
 
     `req_to_token` [num_slots, max_context] int32 maps a request's positions to KV slots (< 0: no K and V there, not
     attended to); `draft_k`, `draft_v` hold per layer [num_kv_slots, num_kv_heads, head_dim] in float32, float16 or
-    bfloat16. The engine is the only writer of the latter; all three are borrowed. Raises ConfigError, ShapeError,
+    bfloat16. The engine is the only writer of the latter; all three are borrowed, and so are the weights. Where the
+    engine keeps matrices in an order of its own, it lets go of those that it does not read again: their memory is
+    free once the caller has dropped them too. Raises ConfigError, ShapeError,
     DeviceError, before memory is taken. For one thread at a time.
     """
 
@@ -182,7 +185,15 @@ class DraftEngine:
         self._binary = binary
         # The tensors themselves, not the caller's lists and dataclasses, which the caller may change.
         results = _fields(self.results).values()
-        self._bound = (*dict(weights.named()).values(), inv_freq, req_to_token, *draft_k, *draft_v, *results)
+        # embed_tokens always: it may be the same memory as lm_head.
+        matrices = [
+            weight
+            for name, weight in weights.named()
+            if name == "embed_tokens"
+            or not isinstance(weight, Tensor)
+            or self._engine.reads_original(weight.data_ptr())
+        ]
+        self._bound = (*matrices, inv_freq, req_to_token, *draft_k, *draft_v, *results)
         self._kept_batches: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
         self._kept_trees: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
 
@@ -304,5 +315,5 @@ def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
     )
 
 
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.detach()
+def _plain(weight: Weight | None) -> Weight | None:
+    return weight.detach() if isinstance(weight, Tensor) else weight

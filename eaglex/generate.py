@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
+from eaglex.packed import DraftQuant
 
 if TYPE_CHECKING:
     from eaglex.hosts.pair import Pair
@@ -54,7 +55,7 @@ class Run:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    from eaglex.cli import _ids
+    from eaglex.cli import QUANT_HELP, _ids, _quant
 
     add = parser.add_argument
     add("--target", metavar="PATH", help="target model: folder or Hub id (default: the repository's models/tiny)")
@@ -85,6 +86,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="M", help="default 128")
     add("--aux-layer-ids", type=_ids, metavar="I,J,K", help="use these layers instead of those of the draft's config")
     add("--convention", choices=("output", "capture_before"), help="how layer ids are written")
+    add("--draft-quant", metavar="P", type=_quant, help=QUANT_HELP)
+    add(
+        "--hot-vocab", metavar="N|FILE|N:FILE",
+        help="keep the N most frequent tokens of the draft's head by a ranking of eaglex hot-vocab (default file: "
+        "hot_vocab.json beside the draft; default N: all tokens that the ranking has seen)",
+    )  # fmt: skip
     add("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if this build can use it)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32 on a CPU, bfloat16 on a GPU")
     add("--check", action="store_true", help="fail unless transformers' own greedy generate gives the same tokens")
@@ -101,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eaglex.aux_layers import AuxConvention
     from eaglex.hosts.pair import DTYPES, Pair, PairSource, choose_device
     from eaglex.hosts.transformers import GenerateOptions
+    from eaglex.hot_vocab import HotVocab
 
     chosen = GenerateOptions(
         max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
@@ -115,10 +123,18 @@ def run(arguments: argparse.Namespace) -> int:
     text = _prompt(arguments)
     target, draft = _paths(arguments)
     convention = AuxConvention(arguments.convention) if arguments.convention else None
-    pair = Pair(PairSource(target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention))
+    pair = Pair(
+        PairSource(
+            target=target, draft=draft, aux_layer_ids=arguments.aux_layer_ids, convention=convention,
+            quant=arguments.draft_quant,
+            hot_vocab=None if arguments.hot_vocab is None else HotVocab.parse(arguments.hot_vocab),
+        )
+    )  # fmt: skip
     ids = pair.encode(text)
     length = min(pair.context, len(ids) + chosen.max_new_tokens)
     host = pair.load(speculation, max_length=length, device=device, dtype=dtype)
+    for note in pair.notes:
+        print(f"eaglex: {note}", file=sys.stderr)
     done = _generate(arguments, host, pair, text, ids, chosen)
     if arguments.json:
         print(json.dumps(_as_json(arguments, done, host)))
@@ -342,6 +358,8 @@ def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -
         "temperature": arguments.temperature,
         "sampling": arguments.sampling,
         "seed": arguments.seed,
+        "draft_quant": str(arguments.draft_quant or DraftQuant()),
+        "draft_vocab_size": host.slots.engine.config.draft_vocab_size,
     }
 
 

@@ -7,10 +7,15 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from eaglex.config import DraftConfig
+from eaglex.packed import DraftQuant, Precision, packed_bytes
+from eaglex.packed_tensors import PackedInfo
 from eaglex.weights import expected_shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from eaglex.checkpoint import Facts
+    from eaglex.source import TensorInfo
 
 _ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4}
 
@@ -31,31 +36,53 @@ class Cost:
         return self.step_bytes / bandwidth_tb_s / 1e6
 
 
-def cost(config: DraftConfig, dtype: str) -> Cost:
-    """Sizes by config; `dtype` in safetensors' spelling. KV in the same type."""
-    size = _ITEMSIZE[dtype]
-    counts = {}
+def cost(
+    config: DraftConfig, dtype: str, quant: DraftQuant | None = None, *, stored: Mapping[str, TensorInfo] | None = None
+) -> Cost:
+    """Sizes by config; `dtype` in safetensors' spelling is that of what is not packed, and of K and V.
+
+    `quant` changes parts; `stored` names what the checkpoint has packed already.
+    """
+    size, quant, stored = _ITEMSIZE[dtype], quant or DraftQuant(), stored or {}
+    counts, sizes = {}, {}
     for name, shape in expected_shapes(config).items():
-        if name != "d2t":
-            counts[name] = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    fuse = sum(n for name, n in counts.items() if name == "fc" or name.startswith("aux_norms"))
-    step = sum(counts.values()) - fuse - counts["embed_tokens"] + config.hidden_size
+        if name == "d2t":
+            continue
+        counts[name] = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        precision, info = quant.of(name), stored.get(name)
+        if precision is None and isinstance(info, PackedInfo):
+            sizes[name] = info.nbytes
+        elif precision in (None, Precision.NONE):
+            sizes[name] = counts[name] * size
+        else:
+            sizes[name] = packed_bytes(precision, shape)
+    fuse = sum(n for name, n in sizes.items() if name == "fc" or name.startswith("aux_norms"))
+    total, embedding = sum(sizes.values()), sizes["embed_tokens"]
     return Cost(
         parameters=sum(counts.values()),
-        step_bytes=step * size,
-        fuse_bytes=fuse * size,
-        weights_bytes=(sum(counts.values()) - counts["embed_tokens"]) * size,
-        embedding_bytes=counts["embed_tokens"] * size,
+        step_bytes=total - fuse - embedding + config.hidden_size * size,
+        fuse_bytes=fuse,
+        weights_bytes=total - embedding,
+        embedding_bytes=embedding,
         kv_bytes_per_token=2 * config.num_layers * config.kv_size * size,
     )
 
 
-def report(facts: Facts, bandwidth_tb_s: float | None = None) -> str:
+def by_precision(facts: Facts) -> dict[str, Cost]:
+    """What the draft would cost with all parts in one precision."""
+    return {p.value: cost(facts.config, facts.dtype, DraftQuant.every(p)) for p in Precision}
+
+
+def report(facts: Facts, bandwidth_tb_s: float | None = None, quant: DraftQuant | None = None) -> str:
     """The checkpoint's report and its costs, for people."""
-    c = cost(facts.config, facts.dtype)
+    c = cost(facts.config, facts.dtype, quant, stored=facts.tensors)
+    each = by_precision(facts)
+    floors = {n: "" if bandwidth_tb_s is None else f" ({each[n].floor_us(bandwidth_tb_s):,.1f} us)" for n in each}
     lines = [
         *facts.lines(),
         f"parameters: {c.parameters / 1e6:,.1f} M (embedding included)",
+        f"draft_quant: {quant or DraftQuant()}; one precision for all parts would read per step: "
+        + ", ".join(f"{name} {_amount(each[name].step_bytes)}{floors[name]}" for name in each),
         f"bytes read per step: {_amount(c.step_bytes)}; fuse, once per cycle: {_amount(c.fuse_bytes)}",
         f"memory on the draft GPU: weights {_amount(c.weights_bytes)}, full embedding copy "
         f"{_amount(c.embedding_bytes)}, "
@@ -66,9 +93,13 @@ def report(facts: Facts, bandwidth_tb_s: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def as_json(facts: Facts, bandwidth_tb_s: float | None = None) -> dict[str, Any]:
+def as_json(facts: Facts, bandwidth_tb_s: float | None = None, quant: DraftQuant | None = None) -> dict[str, Any]:
     """The same as one JSON object."""
-    c = cost(facts.config, facts.dtype)
+    c = cost(facts.config, facts.dtype, quant, stored=facts.tensors)
+
+    def floor(of: Cost) -> float | None:
+        return None if bandwidth_tb_s is None else of.floor_us(bandwidth_tb_s)
+
     aux = facts.aux
     return {
         "checkpoint": facts.label,
@@ -89,7 +120,12 @@ def as_json(facts: Facts, bandwidth_tb_s: float | None = None) -> dict[str, Any]
         "file_bytes": facts.file_bytes,
         **dataclasses.asdict(c),
         "bandwidth_tb_s": bandwidth_tb_s,
-        "step_floor_us": None if bandwidth_tb_s is None else c.floor_us(bandwidth_tb_s),
+        "step_floor_us": floor(c),
+        "draft_quant": str(quant or DraftQuant()),
+        "by_draft_quant": {
+            name: {"step_bytes": each.step_bytes, "step_floor_us": floor(each)}
+            for name, each in by_precision(facts).items()
+        },
     }
 
 

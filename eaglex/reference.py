@@ -7,8 +7,8 @@ the engine's steps:
     fuse → qkv → attention → o_proj → gate_up → down → head → select → tree
 
 Sizes: H hidden, Ht target hidden, A auxiliary layers, V vocabulary, Vd draft vocabulary, K num_steps, k topk,
-N num_draft_tokens (root included), T rows. Arithmetic runs in the dtype of the weights, norms and softmax in at least
-float32.
+N num_draft_tokens (root included), T rows. Arithmetic runs in the dtype of `fc`, norms and softmax in at least float32.
+Matrices of few bits are those of reference_low_bit.py.
 Sources: EAGLE-3 (arXiv 2503.01840) for the model, EAGLE-2 (arXiv 2406.16858) for the re-ranked tree, Leviathan et al.
 (arXiv 2211.17192) for rejection sampling, SGLang's verifier for node order and the retrieve_* links.
 """
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from eaglex.reference_low_bit import product
 
 if TYPE_CHECKING:
     from eaglex.config import DraftConfig, RopeConfig, SpeculationConfig
@@ -156,7 +158,7 @@ def qkv(config: DraftConfig, weights: DraftWeights, index: int, hidden: Tensor, 
     else:
         assert layer.input_layernorm is not None
         x = rms_norm(hidden, layer.input_layernorm, eps)
-    q, k, v = (_heads(x @ w.T, config.head_dim) for w in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = (_heads(product(x, w), config.head_dim) for w in (layer.q_proj, layer.k_proj, layer.v_proj))
     return rope(q, positions, config), _finite(rope(k, positions, config)), _finite(v), residual
 
 
@@ -171,24 +173,24 @@ def attention(config: DraftConfig, q: Tensor, k: Tensor, v: Tensor, visible: Ten
 
 def o_proj(layer: LayerWeights, x: Tensor, residual: Tensor) -> Tensor:
     """residual + x W_oᵀ: [T, heads·D] → [T, H]."""
-    return residual + x @ layer.o_proj.T
+    return residual + product(x, layer.o_proj)
 
 
 def gate_up(config: DraftConfig, layer: LayerWeights, x: Tensor) -> Tensor:
     """SwiGLU silu(gate) · up of the normed x: [T, H] → [T, I]."""
     normed = rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps)
-    return torch.nn.functional.silu(normed @ layer.gate_proj.T) * (normed @ layer.up_proj.T)
+    return torch.nn.functional.silu(product(normed, layer.gate_proj)) * product(normed, layer.up_proj)
 
 
 def down(layer: LayerWeights, x: Tensor, residual: Tensor) -> Tensor:
     """residual + x W_downᵀ: [T, I] → [T, H]."""
-    return residual + x @ layer.down_proj.T
+    return residual + product(x, layer.down_proj)
 
 
 def head(config: DraftConfig, weights: DraftWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """hidden [T, H] → logits [T, Vd] and the hidden state [T, H] that feeds the next step."""
     normed = rms_norm(hidden, weights.norm, config.rms_norm_eps)
-    return normed @ weights.lm_head.T, normed if config.next_hidden.value == "normed" else hidden
+    return product(normed, weights.lm_head), normed if config.next_hidden.value == "normed" else hidden
 
 
 def forward(config: DraftConfig, weights: DraftWeights, cache: DraftCache, hidden: Tensor, input_ids: Tensor,

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from eaglex.config import AuxNorm, EmbeddingNorm
 from eaglex.errors import ShapeError
+from eaglex.packed import PackedWeight, part_of
 
 if TYPE_CHECKING:
     import torch
 
     from eaglex.config import DraftConfig
+    from eaglex.packed import Weight
 
     Tensor = torch.Tensor
 
@@ -23,14 +25,14 @@ class LayerWeights:
 
     input_layernorm: Tensor | None  # [H]; in the first layer the norm of the embedding, None where it is not normed
     hidden_norm: Tensor | None  # [H]; first layer only
-    q_proj: Tensor  # [num_heads·head_dim, 2H or H]
-    k_proj: Tensor  # [num_kv_heads·head_dim, 2H or H]
-    v_proj: Tensor  # [num_kv_heads·head_dim, 2H or H]
-    o_proj: Tensor  # [H, num_heads·head_dim]
+    q_proj: Weight  # [num_heads·head_dim, 2H or H]
+    k_proj: Weight  # [num_kv_heads·head_dim, 2H or H]
+    v_proj: Weight  # [num_kv_heads·head_dim, 2H or H]
+    o_proj: Weight  # [H, num_heads·head_dim]
     post_attention_layernorm: Tensor  # [H]
-    gate_proj: Tensor  # [I, H]
-    up_proj: Tensor  # [I, H]
-    down_proj: Tensor  # [H, I]
+    gate_proj: Weight  # [I, H]
+    up_proj: Weight  # [I, H]
+    down_proj: Weight  # [H, I]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,10 +44,10 @@ class DraftWeights:
     aux_norms: list[Tensor]  # [] | [[num_aux·Ht]] | num_aux × [Ht], by DraftConfig.aux_norm
     layers: list[LayerWeights]
     norm: Tensor  # [H]
-    lm_head: Tensor  # [draft_vocab, H]
+    lm_head: Weight  # [draft_vocab, H]
     d2t: Tensor | None = None  # [draft_vocab] int64
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def named(self) -> Iterator[tuple[str, Weight]]:
         """Every tensor that is there, with its canonical name, d2t last."""
         yield "embed_tokens", self.embed_tokens
         yield "fc", self.fc
@@ -77,8 +79,15 @@ class DraftWeights:
             raise ShapeError(
                 f"{name}: expected to be {'present' if name in expected else 'absent'} for this config, got {here}"
             )
+        for name, tensor in actual.items():
+            if isinstance(tensor, PackedWeight):
+                if part_of(name) is None:
+                    raise ShapeError(f"{name}: expected a tensor, got a packed matrix of {tensor.precision.value}")
+                tensor.check(name, expected[name])
         dtype = self.fc.dtype
         for name, tensor in actual.items():
+            if isinstance(tensor, PackedWeight):
+                continue
             if tuple(tensor.shape) != expected[name]:
                 raise ShapeError(f"{name}: expected shape {list(expected[name])}, got {list(tensor.shape)}")
             if name != "d2t" and tensor.dtype != dtype:

@@ -88,6 +88,7 @@ PLANTED_PYTHON = {
     "spec-extension": ("eaglex/reference.py", "from eaglex import _C", "torch alone"),
     "spec-relative": ("eaglex/reference.py", "from . import _C", "torch alone"),
     "spec-numpy": ("eaglex/reference.py", "import numpy", "torch alone"),
+    "spec-half": ("eaglex/reference_low_bit.py", "from eaglex.packed import PackedWeight", "torch alone"),
     "unlisted": ("eaglex/engine.py", "import requests", "not among the libraries"),
     "transformers": ("eaglex/engine.py", "import transformers", "not among the libraries"),
 }
@@ -106,6 +107,7 @@ def test_planted_import_is_found(path, text, message):
         ("eaglex/hosts/sglang/compat.py", "import sglang.srt"),
         ("eaglex/hosts/transformers.py", "import transformers"),
         ("eaglex/observe.py", "import prometheus_client"),
+        ("eaglex/reference.py", "from eaglex.reference_low_bit import product"),
         ("eaglex/engine.py", "import json, torch, safetensors\nfrom eaglex import _C\nfrom .config import X"),
         ("eaglex/reference.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import eaglex.config"),
     ],

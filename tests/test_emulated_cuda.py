@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import emulated
 from support.cuda_rig import CudaRig
-from support.models import make_config
+from support.models import make_config, random_weights
 from support.rig import Ask, Layout, Rig
 from test_cuda_engine import *  # noqa: F403
 from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
@@ -29,6 +29,9 @@ from test_cuda_tree import *  # noqa: F403
 
 from eaglex.config import SpeculationConfig
 from eaglex.engine import _extension as built  # before the emulator takes its place
+from eaglex.errors import ConfigError
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
 
 # Too large for emulated threads; of many shapes, where one will do; with the CPU backend, whose place is taken.
 del test_long_contexts, test_prompts_and_vocabularies_in_chunks, test_the_widest_tree  # noqa: F821
@@ -73,6 +76,15 @@ def make_rig(**layout: int) -> EmulatedRig:
 
 def test_it_is_the_cuda_backend() -> None:
     assert make_rig().engine.backend_name == "emulated cuda"
+
+
+@pytest.mark.parametrize("quant", ["head=fp8", "qkv=int4"])
+def test_packed_weights_are_refused(quant) -> None:
+    """Until there are kernels for them; not read as something else."""
+    config = make_config()
+    weights = quantize(random_weights(config, dtype=torch.bfloat16), DraftQuant.parse(quant))
+    with pytest.raises(ConfigError, match=r"^draft_quant: expected none on CUDA, .*, got (float8_e4m3fn|int4)$"):
+        EmulatedRig(config, SpeculationConfig(num_steps=2), weights=weights)
 
 
 # In place of the imported one, which takes longest of all: fewer examples.

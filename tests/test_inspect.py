@@ -11,6 +11,8 @@ from eaglex import cli
 from eaglex.checkpoint import examine, load
 from eaglex.config import DraftConfig
 from eaglex.inspect import cost
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
 
 CASES = Path(__file__).parent / "cases"
 DRAFT, TARGET = str(CASES / "C01_midlayer_d2t"), str(CASES / "_target")
@@ -54,6 +56,43 @@ def test_cost_counts_the_tensors_that_are_loaded():
     assert c.embedding_bytes == embedding.nbytes
     assert c.weights_bytes == sum(t.nbytes for t in tensors.values())
     assert c.step_bytes + c.fuse_bytes == c.weights_bytes + embedding[0].nbytes
+
+
+def test_cost_by_precision():
+    """FP8 a byte and 4 per row, INT4 half a byte and 2 per 128 inputs; fc, norms and embedding as they were."""
+    plain = cost(LLAMA_8B, "BF16")
+    heads = 32000 * 4096
+    eight = cost(LLAMA_8B, "BF16", DraftQuant.parse("head=fp8"))
+    assert plain.step_bytes - eight.step_bytes == 2 * heads - (heads + 4 * 32000)
+    four = cost(LLAMA_8B, "BF16", DraftQuant.parse("head=int4"))
+    assert plain.step_bytes - four.step_bytes == 2 * heads - (heads // 2 + 2 * 32000 * 32)
+    assert (plain.fuse_bytes, plain.embedding_bytes) == (four.fuse_bytes, four.embedding_bytes)
+    assert plain.kv_bytes_per_token == four.kv_bytes_per_token
+    assert cost(LLAMA_8B, "BF16", DraftQuant.parse("int4")).step_bytes == pytest.approx(749e6 / 4 * 1.031, rel=0.002)
+
+
+@pytest.mark.parametrize("word", ["fp8", "int4", "head=int4,qkv=fp8"])
+def test_cost_counts_the_packed_tensors_that_are_made(word):
+    quant = DraftQuant.parse(word)
+    facts = examine(DRAFT, target=TARGET)
+    made = quantize(load(DRAFT, target=TARGET).weights, quant)
+    tensors = {name: t.nbytes for name, t in made.named() if name not in ("d2t", "embed_tokens")}
+    assert cost(facts.config, facts.dtype, quant).weights_bytes == sum(tensors.values())
+
+
+def test_report_by_precision(capsys):
+    code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, "--bandwidth", "4.8", "--draft-quant", "mlp=int4")
+    assert code == 0
+    line = next(text for text in out.splitlines() if text.startswith("draft_quant"))
+    assert line.startswith("draft_quant: mlp=int4; one precision for all parts would read per step: none ")
+    assert line.count(" us)") == 3
+    options = ["--bandwidth", "2", "--draft-quant", "fp8", "--json"]
+    code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, *options)
+    found = json.loads(out)
+    assert found["draft_quant"] == "fp8"
+    assert found["step_bytes"] == found["by_draft_quant"]["fp8"]["step_bytes"]
+    assert found["step_floor_us"] == found["by_draft_quant"]["fp8"]["step_floor_us"]
+    assert found["by_draft_quant"]["none"]["step_floor_us"] == found["by_draft_quant"]["none"]["step_bytes"] / 2e6
 
 
 def test_report(capsys):

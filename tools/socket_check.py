@@ -6,19 +6,20 @@
     socket_check.py table OUT/socket.json      # the tables of docs/sglang-socket.md
 
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. SITE and the folder that
-holds eaglex must be on PYTHONPATH. All engines start beside each other and then take turns: first those on two GPUs,
-one after the other; then all on one GPU at once, since tokens do not depend on timing; then the two for the times
-(dummy weights of the Llama 8B sizes, 8 layers), in turn, when no other engine runs.
+holds eaglex must be on PYTHONPATH. Three stages: engines on two GPUs start and serve one after the other, with no other
+engine at work; then those on one GPU start and serve at once, since tokens do not depend on timing; then, with those
+gone and the machine quiet, the two for the times (dummy weights of the Llama 8B sizes, 8 layers), in turn.
 
-Environment: CASES, names separated by '; ' (default all that the GPUs allow); GPUS (default: all); HEAD_START, seconds
-that engines on two GPUs and those for the times start before the rest (default 0); SECONDS, for all of it (default
-600), of which SECONDS_TO_TIME (default 120) are kept for the times and SECONDS_TO_SERVE (default 150) for the engines
-on one GPU; NO_TIMES=1. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default all that the GPUs allow); GPUS (default: all); REPEATS, engines per
+case and algorithm (default 1; a second shows how far each agrees with itself); SECONDS, for all of it (default 600), of
+which SECONDS_TO_TIME (default 120) are kept for the times and SECONDS_TO_SERVE (default 150) for the engines on one
+GPU; NO_TIMES=1. Exit status 1: something differs or is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -31,9 +32,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from socket_parts.cases import ALGORITHMS, CASES, compared, environment_of, gpus_of, shown
+from socket_parts.cases import ALGORITHMS, CASES, compared, environment_of, gpus_of, repeated, shown
 from socket_parts.engine import ROUNDS, case, time_one, write
 from socket_parts.tables import cases_table, times_table
+
+PAIR_SECONDS = 60  # at most, for the requests of one engine on two GPUs
 
 
 def install(site: Path) -> None:
@@ -129,12 +132,19 @@ class Plan:
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.cases: dict[tuple[str, str], Process] = {}
-        for number, (name, algorithm) in enumerate((name, a) for name in self.names for a in ALGORITHMS):
-            result = self.out / f"{name.replace(', ', '-').replace(' ', '_')}-{algorithm}.json"
-            devices = "0,1" if gpus_of(name) > 1 else str(number // 2 % self.gpus)
-            arguments = ["case", name, algorithm, str(self.pair), str(self.prompts), str(result)]
-            self.cases[name, algorithm] = Process(arguments, result, devices, 21000 + 7 * number, environment_of(name))
+        self.cases: dict[tuple[str, str, int], Process] = {}
+        repeats = range(int(os.environ.get("REPEATS", "1")))
+        for place, name in enumerate(self.names):
+            devices = "0,1" if gpus_of(name) > 1 else str(place % self.gpus)
+            for algorithm, repeat in itertools.product(ALGORITHMS, repeats):
+                stem = f"{name.replace(', ', '-').replace(' ', '_')}-{algorithm}" + (f"-{repeat}" if repeat else "")
+                result = self.out / f"{stem}.json"
+                arguments = ["case", name, algorithm, str(self.pair), str(self.prompts), str(result)]
+                port = 21000 + 7 * len(self.cases)
+                process = Process(arguments, result, devices, port, environment_of(name))
+                self.cases[name, algorithm, repeat] = process
+        self.pairs = [process for key, process in self.cases.items() if gpus_of(key[0]) > 1]
+        self.single = [process for key, process in self.cases.items() if gpus_of(key[0]) == 1]
         self.timed: dict[str, Process] = {}
         if not os.environ.get("NO_TIMES"):
             for number, algorithm in enumerate(ALGORITHMS):
@@ -147,7 +157,7 @@ class Plan:
         """Seconds until the stages named have to begin, or until the end."""
         reserved = {
             "TIME": seconds("SECONDS_TO_TIME", 120) * bool(self.timed),
-            "SERVE": seconds("SECONDS_TO_SERVE", 150),
+            "SERVE": seconds("SECONDS_TO_SERVE", 150) * bool(self.single),
         }
         spent = time.monotonic() - self.started
         return max(1.0, seconds("SECONDS", 600) - spent - sum(reserved[name] for name in kept))
@@ -155,67 +165,75 @@ class Plan:
     def say(self, what: str) -> None:
         print(f"{time.monotonic() - self.started:6.1f} s  {what}", flush=True)
 
-    def served(self, name: str, algorithm: str) -> dict[str, Any] | None:
-        process = self.cases.get((name, algorithm))
-        return json.loads(process.result.read_text()) if process is not None and process.has(".json") else None
+    def served(self, name: str, algorithm: str) -> list[dict[str, Any]]:
+        """What the engines of this case and algorithm have served, those that have."""
+        found = [process for key, process in self.cases.items() if key[:2] == (name, algorithm)]
+        return [json.loads(process.result.read_text()) for process in found if process.has(".json")]
 
     def report(self) -> list[dict[str, Any]]:
         rows = []
         for name in self.names:
             found = {a: self.served(name, a) for a in ALGORITHMS}
-            missing = [a for a, served in found.items() if served is None]
+            missing = [a for a, runs in found.items() if not runs]
             if missing:
                 rows.append({"case": name, "equal": False, "missing": missing})
-            else:
-                base = self.served(name.split(", ")[0], ALGORITHMS[0])
-                rows.append(compared(name, *found.values(), base=base))
+                continue
+            base = self.served(name.split(", ")[0], ALGORITHMS[0])
+            row = compared(name, *(runs[0] for runs in found.values()), base=base[0] if base else None)
+            rows.append(row | {"itself": {a: repeated(runs) for a, runs in found.items()}})
         return rows
 
 
-def serve_cases(plan: Plan) -> None:
-    """Start all engines; those on two GPUs serve first, as a collective that waits for a shared GPU takes for ever."""
-    pairs = [process for (name, _), process in plan.cases.items() if gpus_of(name) > 1]
-    single = [process for (name, _), process in plan.cases.items() if gpus_of(name) == 1]
-    for process in (*pairs, *plan.timed.values()):
+def up(processes: list[Process]) -> bool:
+    return all(process.has(".ready") or process.over for process in processes)
+
+
+def serve_pairs(plan: Plan) -> None:
+    """On two GPUs, one engine after the other and nothing else: a collective waits until both ranks have a time slice.
+
+    One that hangs costs PAIR_SECONDS; apart from that each may take what is left, so that the first ones are whole.
+    """
+    for process in plan.pairs:
         process.start()
-    if pairs:
-        time.sleep(seconds("HEAD_START", 0))
-    for process in single:
+    until(lambda: up([*plan.pairs, *plan.timed.values()]), plan.left("TIME", "SERVE"))
+    plan.say(f"{sum(process.has('.ready') for process in plan.pairs)} of {len(plan.pairs)} on two GPUs are up")
+    for process in plan.pairs:
+        serve_all([process], min(PAIR_SECONDS, plan.left("TIME", "SERVE")))
+        plan.say(f"on two GPUs: {process.result.stem} {'served' if process.has('.json') else 'FAILED'}")
+
+
+def serve_single(plan: Plan) -> None:
+    """On one GPU, all at once."""
+    for process in plan.single:
         process.start()
+    until(lambda: up(plan.single), plan.left("TIME", "SERVE"))
+    plan.say(f"{sum(process.has('.ready') for process in plan.single)} of {len(plan.single)} on one GPU are up")
+    serve_all(plan.single, plan.left("TIME"))
+    plan.say(f"{sum(process.has('.json') for process in plan.single)} of {len(plan.single)} have served")
 
-    def up(processes: list[Process]) -> bool:
-        return all(process.has(".ready") or process.over for process in processes)
 
-    def serve_pairs(*kept: str) -> None:
-        for number, process in enumerate(pairs):
-            serve_all([process], plan.left(*kept) / (len(pairs) - number))
-            plan.say(f"on two GPUs: {process.result.stem} {'served' if process.has('.json') else 'FAILED'}")
-
-    early = bool(pairs) and until(lambda: up(pairs) or up(single), plan.left("TIME", "SERVE")) and up(pairs)
-    plan.say(f"{sum(process.has('.ready') for process in pairs)} of {len(pairs)} engines on two GPUs are up")
-    if early:
-        serve_pairs("TIME", "SERVE")
-    until(lambda: up(single), plan.left("TIME", "SERVE"))
-    plan.say(f"{sum(process.has('.ready') for process in single)} of {len(single)} engines on one GPU are up")
-    serve_all(single, plan.left("TIME"))
-    plan.say(f"{sum(process.has('.json') for process in single)} of {len(single)} have served")
-    if pairs and not early:
-        until(lambda: up(pairs), plan.left("TIME"))
-        serve_pairs("TIME")
+def quiet() -> bool:
+    """A quarter of the cores at most is busy, by the load of the last minute."""
+    return os.getloadavg()[0] <= len(os.sched_getaffinity(0)) / 4
 
 
 def measure(plan: Plan) -> dict[str, list[Any]]:
-    """Rounds of each algorithm; what is not there by the deadline is left out."""
+    """Rounds of each algorithm, with the load that each began at; what is not there by the deadline is left out.
+
+    They wait for the load to fall while more time is left than SECONDS_TO_TIME.
+    """
     taken: dict[str, list[Any]] = {algorithm: [] for algorithm in ALGORITHMS}
-    if until(lambda: all(process.has(".ready") for process in plan.timed.values()), plan.left()):
-        for number in range(ROUNDS):
-            for algorithm, process in plan.timed.items():
-                process.go(number)
-                done = f".round{number}"
-                until(lambda process=process, done=done: process.has(done) or process.over, plan.left())
-                if process.has(done):
-                    taken[algorithm].append(json.loads(process.result.with_suffix(done).read_text()))
-                    plan.say(f"{algorithm} round {number}: {json.dumps(taken[algorithm][-1])}")
+    if not until(lambda: all(process.has(".ready") for process in plan.timed.values()), plan.left()):
+        return taken
+    plan.say(f"times: {'quiet' if until(quiet, plan.left('TIME')) else 'NOT quiet'}, load {os.getloadavg()[0]:.1f}")
+    for number, (algorithm, process) in itertools.product(range(ROUNDS), plan.timed.items()):
+        load = round(os.getloadavg()[0], 1)
+        process.go(number)
+        done = f".round{number}"
+        until(lambda process=process, done=done: process.has(done) or process.over, plan.left())
+        if process.has(done):
+            taken[algorithm].append({"load": load} | json.loads(process.result.with_suffix(done).read_text()))
+            plan.say(f"{algorithm} round {number}: {json.dumps(taken[algorithm][-1])}")
     return taken
 
 
@@ -235,14 +253,19 @@ def about(out: Path) -> dict[str, Any]:
 
 
 def run(pair: Path, prompts: Path, out: Path) -> int:
-    """Tokens first, with the engines for the times coming up beside; then the times, alone on the GPU."""
+    """Tokens first, with the engines for the times coming up beside; then the times, with no other engine left."""
     described = about(out)
     gpus = int(os.environ.get("GPUS") or len(described["gpus"]))
     names = os.environ["CASES"].split("; ") if os.environ.get("CASES") else list(CASES)
     plan = Plan(pair, prompts, out, [name for name in names if gpus_of(name) <= gpus], gpus)
     report: dict[str, Any] = {"about": described}
     try:
-        serve_cases(plan)
+        for process in plan.timed.values():  # up by their turn; until then they only poll
+            process.start()
+        if plan.pairs:
+            serve_pairs(plan)
+        if plan.single:
+            serve_single(plan)
         report["cases"] = plan.report()
         write(out / "socket.json", report)
         if plan.timed:

@@ -26,9 +26,12 @@ class Backend {
   // Memory for the workspace, zeroed; called while planning only, freed with the backend.
   [[nodiscard]] virtual void* allocate(std::size_t bytes) = 0;
   // Brings matrices that are read together into the backend's own order.
-  [[nodiscard]] virtual Linear prepare(std::span<const TensorView> parts) = 0;
+  [[nodiscard]] virtual Linear prepare(std::span<const Matrix> parts) = 0;
   // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v lie in host memory.
   virtual void bind(const EngineContext& context) = 0;
+
+  // Whether launches still read this matrix of prepare()'s where it lies. If not, it may be freed once bind() is done.
+  [[nodiscard]] virtual bool reads_original(const void*) const { return true; }
 
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;

@@ -7,12 +7,13 @@
 #include "core/batch.h"
 #include "core/config.h"
 #include "core/tensor.h"
+#include "core/weights.h"
 
 namespace eaglex {
 
 // A weight matrix as the backend wants it: the parts that are read together (q|k|v, gate|up), or what it made of them.
 struct Linear {
-  TensorView parts[3];
+  Matrix parts[3];
   int num_parts = 0;
   const void* prepared = nullptr;
 };

@@ -70,7 +70,10 @@ std::size_t size_of(DType dtype) noexcept {
     case DType::kI64:
       return 8;
     case DType::kU8:
+    case DType::kF8:
       return 1;
+    case DType::kI4:
+      return 0;
   }
   return 0;
 }
@@ -89,6 +92,10 @@ const char* name_of(DType dtype) noexcept {
       return "int64";
     case DType::kU8:
       return "uint8/bool";
+    case DType::kF8:
+      return "float8_e4m3fn";
+    case DType::kI4:
+      return "int4";
   }
   return "?";
 }

@@ -9,7 +9,16 @@
 
 namespace eaglex {
 
-enum class DType : std::uint8_t { kF32, kF16, kBF16, kI32, kI64, kU8 };
+enum class DType : std::uint8_t {
+  kF32,
+  kF16,
+  kBF16,
+  kI32,
+  kI64,
+  kU8,
+  kF8,  // e4m3: 4 bits of exponent, 3 of mantissa, no infinity
+  kI4,  // -8..7, two per byte, each stored plus 8, the one with the even last index in the low half; rows of even length
+};
 
 enum class DeviceKind : std::uint8_t { kCpu, kCuda };
 
@@ -49,6 +58,7 @@ struct TensorView {
   }
 };
 
+// Bytes of an element; 0 for kI4, which has half a byte.
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;
 [[nodiscard]] const char* name_of(DType dtype) noexcept;
 [[nodiscard]] std::string name_of(Device device);

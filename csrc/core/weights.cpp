@@ -13,6 +13,9 @@ class Checker {
   void operator()(const std::string& name, const TensorView& tensor, std::initializer_list<std::int64_t> sizes) const {
     tensor.expect(name.c_str(), device_, {dtype_}, sizes);
   }
+  void matrix(const std::string& name, const Matrix& weight, std::int64_t out, std::int64_t in) const {
+    weight.expect(name, device_, dtype_, out, in);
+  }
   static void absent(const std::string& name, const TensorView& tensor) {
     if (tensor) fail(ErrorCode::kShape, name, ": expected to be absent for this config, got ", describe(tensor));
   }
@@ -48,17 +51,35 @@ void check_layer(const LayerWeights& layer, const DraftConfig& config, int index
   } else {
     Checker::absent(at + "input_layernorm", layer.input_layernorm);
   }
-  check(at + "q_proj", layer.q_proj, {config.q_size(), width});
-  check(at + "k_proj", layer.k_proj, {config.kv_size(), width});
-  check(at + "v_proj", layer.v_proj, {config.kv_size(), width});
-  check(at + "o_proj", layer.o_proj, {hidden, config.q_size()});
+  check.matrix(at + "q_proj", layer.q_proj, config.q_size(), width);
+  check.matrix(at + "k_proj", layer.k_proj, config.kv_size(), width);
+  check.matrix(at + "v_proj", layer.v_proj, config.kv_size(), width);
+  check.matrix(at + "o_proj", layer.o_proj, hidden, config.q_size());
   check(at + "post_attention_layernorm", layer.post_attention_layernorm, {hidden});
-  check(at + "gate_proj", layer.gate_proj, {config.intermediate_size, hidden});
-  check(at + "up_proj", layer.up_proj, {config.intermediate_size, hidden});
-  check(at + "down_proj", layer.down_proj, {hidden, config.intermediate_size});
+  check.matrix(at + "gate_proj", layer.gate_proj, config.intermediate_size, hidden);
+  check.matrix(at + "up_proj", layer.up_proj, config.intermediate_size, hidden);
+  check.matrix(at + "down_proj", layer.down_proj, hidden, config.intermediate_size);
 }
 
 }  // namespace
+
+void Matrix::expect(const std::string& field, Device where, DType plain, std::int64_t out, std::int64_t in) const {
+  TensorView::expect(field.c_str(), where, {plain, DType::kF8, DType::kI4}, {out, in});
+  const std::string name = field + ".scales";
+  if (!packed()) {
+    if (scales)
+      fail(ErrorCode::kShape, name, ": expected to be absent for ", name_of(dtype), ", got ", describe(scales));
+    return;
+  }
+  const std::int64_t groups = (in + kScaleGroup - 1) / kScaleGroup;
+  if (dtype == DType::kI4) {
+    eaglex::expect(in % 2 == 0, ErrorCode::kShape, field.c_str(), "an even width for int4", in);
+    scales.expect(name.c_str(), where, {DType::kBF16, DType::kF16, DType::kF32}, {out, groups});
+  } else {
+    const bool per_row = scales.rank == 2 && scales.shape[1] == 1;
+    scales.expect(name.c_str(), where, {DType::kF32}, {out, per_row ? 1 : groups});
+  }
+}
 
 void DraftWeights::check(const DraftConfig& config, Device device) const {
   fc.expect("fc", device, {DType::kF32, DType::kF16, DType::kBF16}, {config.hidden_size, config.aux_width()});
@@ -69,7 +90,7 @@ void DraftWeights::check(const DraftConfig& config, Device device) const {
          concat(config.num_layers, " layers"), layers.size());
   for (int i = 0; i < config.num_layers; ++i) check_layer(layers[static_cast<std::size_t>(i)], config, i, check);
   check("norm", norm, {config.hidden_size});
-  check("lm_head", lm_head, {config.draft_vocab_size, config.hidden_size});
+  check.matrix("lm_head", lm_head, config.draft_vocab_size, config.hidden_size);
   inv_freq.expect("inv_freq", device, {DType::kF32}, {config.rotary_dim / 2});
   if (d2t) {
     d2t.expect("d2t", device, {DType::kI64}, {config.draft_vocab_size});

@@ -38,9 +38,9 @@ void* CpuBackend::allocate(std::size_t bytes) {
   return std::align(kAlignment, bytes, block, space);
 }
 
-Linear CpuBackend::prepare(std::span<const TensorView> parts) {
+Linear CpuBackend::prepare(std::span<const Matrix> parts) {
   Linear linear;
-  for (const TensorView& part : parts) linear.parts[linear.num_parts++] = part;
+  for (const Matrix& part : parts) linear.parts[linear.num_parts++] = part;
   return linear;
 }
 

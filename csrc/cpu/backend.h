@@ -16,7 +16,7 @@ class CpuBackend final : public Backend {
   [[nodiscard]] Device device() const noexcept override { return {DeviceKind::kCpu, 0}; }
   [[nodiscard]] DType activation_type() const noexcept override { return DType::kF32; }
   [[nodiscard]] void* allocate(std::size_t bytes) override;
-  [[nodiscard]] Linear prepare(std::span<const TensorView> parts) override;
+  [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
 
   void begin(const DraftBatch& batch, Stream stream) override;

@@ -137,7 +137,7 @@ void CpuBackend::qkv(const QkvParams& params) {
 
 void CpuBackend::project(const ProjectionParams& params) const {
   const LiveRows live = live_rows(params.rows);
-  const TensorView& weight = params.weight.parts[0];
+  const Matrix& weight = params.weight.parts[0];
   const Index in = weight.shape[1];
   const Index out_size = weight.shape[0];
   std::vector<float> x(static_cast<std::size_t>(live.count() * in));

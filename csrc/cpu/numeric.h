@@ -6,7 +6,7 @@
 #include <exception>
 #include <limits>
 
-#include "core/tensor.h"
+#include "core/weights.h"
 
 namespace eaglex::cpu {
 
@@ -88,7 +88,9 @@ void parallel_for(std::int64_t count, const Task& task) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// data[first .. first + count) as floats; the source itself where it already is.
+float from_e4m3(std::uint8_t bits);
+
+// data[first .. first + count) as floats; the source itself where it already is. With kI4 both are even.
 const float* widen(const void* data, DType dtype, std::int64_t first, std::int64_t count, float* buffer);
 
 float dot(const float* a, const float* b, std::int64_t count);
@@ -96,13 +98,13 @@ float dot(const float* a, const float* b, std::int64_t count);
 // out = x · rsqrt(mean(x²) + eps) · gamma
 void rms_norm(const float* x, const TensorView& gamma, float eps, float* out);
 
-// out[rows[i] · out_stride + o] = Σ x[i]·w[o] for matrices w [out, in] laid one after the other; x [rows.size(), in].
+// out[rows[i] · out_stride + o] = Σ x[i]·w[o]; x [count, in]. Packed: Σ_g s_og · (Σ_{k in g} x_k q_ok), in that order.
 struct LinearRows {
   const std::int64_t* rows = nullptr;
   std::int64_t count = 0;
   const float* x = nullptr;
   std::int64_t in = 0;
 };
-void linear(const LinearRows& rows, const TensorView& weight, float* out, std::int64_t out_stride);
+void linear(const LinearRows& rows, const Matrix& weight, float* out, std::int64_t out_stride);
 
 }  // namespace eaglex::cpu

@@ -60,13 +60,16 @@ void* CudaBackend::allocate(std::size_t bytes) {
   return memory_.back().get();
 }
 
-Linear CudaBackend::prepare(std::span<const TensorView> parts) {
+Linear CudaBackend::prepare(std::span<const Matrix> parts) {
   Linear linear;
-  for (const TensorView& part : parts) {
+  for (const Matrix& part : parts) {
+    expect(!part.packed(), ErrorCode::kConfig, "draft_quant", "none on CUDA, which has no low-bit kernels yet",
+           name_of(part.dtype));
     if (!weight_type_) type_ = *(weight_type_ = part.dtype);
     expect(part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_), name_of(part.dtype));
     linear.parts[linear.num_parts++] = part;
   }
+  weights_.push_back(linear);
   return linear;
 }
 
@@ -88,6 +91,23 @@ void CudaBackend::bind(const EngineContext& context) {
   carve(workspace);
   chain_ = {context_, buffers_.block.batch, buffers_.block.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
+  bind_fast();
+}
+
+void CudaBackend::bind_fast() {
+  FastChain::Setup setup;
+  setup.context = context_;
+  setup.pool_k = k_;
+  setup.pool_v = v_;
+  setup.weights = weights_;
+  setup.batch = buffers_.block.batch;
+  setup.drafting = buffers_.block.drafting;
+  setup.device = [this](std::size_t bytes) { return allocate(bytes); };
+  setup.pinned = [this](std::size_t bytes) {
+    failed_ = allocate_pinned(bytes);
+    return failed_.get();
+  };
+  fast_ = FastChain::make(setup);
 }
 
 void CudaBackend::plan() {
@@ -121,6 +141,7 @@ void CudaBackend::carve(Workspace& workspace) {
 // graphs
 
 void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
+  if (fast_) fast_->check();
   batch_ = batch;
   stream_ = static_cast<cudaStream_t>(stream);
   launch_lanes_ = batch.batch;
@@ -165,7 +186,9 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream_, &capture));
   const int bucket = graphs_->find(lanes, rows);
-  if (capture != cudaStreamCaptureStatusNone || bucket < 0) return body(lanes, rows);
+  // Graphs hold the fuse of aligned bf16 rows.
+  const bool readable = !fast_ || FastChain::reads(batch_);
+  if (capture != cudaStreamCaptureStatusNone || bucket < 0 || !readable) return body(lanes, rows);
   warm_up(body);  // where the host has not
   graphs_->launch(bucket, batch_, stream_);
 }
@@ -210,6 +233,7 @@ bool CudaBackend::reads_aux_directly(const FuseParams& params) const {
 
 void CudaBackend::fuse(const FuseParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && (capturing_ || FastChain::reads(batch_)) && fast_->fuse(params, stream_)) return;
   const int hidden = context_.config.hidden_size;
   const bool direct = reads_aux_directly(params);
   in_chunks(params.rows, direct ? params.rows.max_rows : plan_.rows, [&](const RowRange& range) {
@@ -228,6 +252,7 @@ void CudaBackend::fuse(const FuseParams& params) {
 
 void CudaBackend::qkv(const QkvParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->qkv(params, stream_)) return;
   const bool queries = params.parts != QkvParts::kKeyValue;
   Linear weight = params.qkv;
   if (params.parts == QkvParts::kQuery) weight.num_parts = 1;
@@ -264,6 +289,7 @@ void CudaBackend::qkv(const QkvParams& params) {
 
 void CudaBackend::attention(const AttentionParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->attention(params, stream_)) return;
   const auto layer = static_cast<std::size_t>(params.layer);
   in_chunks(params.rows, plan_.attention_rows, [&](const RowRange& range) {
     const AttentionLaunch attention{
@@ -274,6 +300,7 @@ void CudaBackend::attention(const AttentionParams& params) {
 
 void CudaBackend::project(const ProjectionParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->project(params, stream_)) return;
   GemmParams product = gemm_params({params.rows, 0, params.rows.max_rows}, params.weight);
   product.x = params.x;
   product.residual = params.residual;
@@ -283,6 +310,7 @@ void CudaBackend::project(const ProjectionParams& params) {
 
 void CudaBackend::gate_up(const GateUpParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->gate_up(params, stream_)) return;
   in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
     launch_norm_input(chain_, type_, {range, params.x, params.norm.data, buffers_.x, nullptr}, stream_);
     GemmParams product = gemm_params(range, params.gate_up);
@@ -295,6 +323,7 @@ void CudaBackend::gate_up(const GateUpParams& params) {
 
 void CudaBackend::head(const HeadParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->head(params, stream_)) return;
   void* const replace = context_.config.next_hidden == NextHidden::kNormed ? params.hidden : nullptr;
   in_chunks(params.rows, plan_.head_rows, [&](const RowRange& range) {
     launch_norm_input(chain_, type_, {range, params.hidden, params.norm.data, buffers_.x, replace}, stream_);
@@ -309,6 +338,7 @@ void CudaBackend::head(const HeadParams& params) {
 
 void CudaBackend::select(const SelectParams& params) {
   const DeviceGuard guard(device_);
+  if (fast_ && fast_->select(params, stream_)) return;
   launch_select(chain_, params, lanes(), stream_);
 }
 

@@ -8,6 +8,7 @@
 #include "core/backend.h"
 #include "core/workspace.h"
 #include "cuda/common.cuh"
+#include "cuda/fast.h"
 #include "cuda/gemm.h"
 #include "cuda/graph.h"
 #include "cuda/memory.h"
@@ -18,13 +19,16 @@ class CudaBackend : public Backend {
  public:
   explicit CudaBackend(int device);
 
-  [[nodiscard]] const char* name() const noexcept override { return "cuda"; }
+  [[nodiscard]] const char* name() const noexcept override { return fast_ ? "cuda" : "cuda, plain chain"; }
   [[nodiscard]] Device device() const noexcept override { return {DeviceKind::kCuda, device_}; }
   // The weights' own type; known from the first prepare() on.
   [[nodiscard]] DType activation_type() const noexcept override { return type_; }
   [[nodiscard]] void* allocate(std::size_t bytes) override;
-  [[nodiscard]] Linear prepare(std::span<const TensorView> parts) override;
+  [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
+  [[nodiscard]] bool reads_original(const void* matrix) const override {
+    return !fast_ || fast_->reads_original(matrix);
+  }
 
   void begin(const DraftBatch& batch, Stream stream) override;
   void warm_up(const std::function<void(int, int)>& body) override;
@@ -59,6 +63,7 @@ class CudaBackend : public Backend {
   };
   void plan();
   void carve(Workspace& workspace);
+  void bind_fast();
   [[nodiscard]] GemmParams gemm_params(const RowRange& range, const Linear& weight) const;
   void project(const ProjectionParams& params);
   [[nodiscard]] bool reads_aux_directly(const FuseParams& params) const;
@@ -76,6 +81,9 @@ class CudaBackend : public Backend {
   Buffers buffers_;
   std::vector<DeviceMemory> memory_;
   std::unique_ptr<Graphs> graphs_;
+  std::vector<Linear> weights_;
+  PinnedMemory failed_;
+  std::unique_ptr<FastChain> fast_;  // null: the plain chain alone
 
   DraftBatch batch_;
   cudaStream_t stream_ = nullptr;  // where the steps launch to: the caller's, or the one that is being captured

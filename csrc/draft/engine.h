@@ -32,6 +32,8 @@ class DraftEngine {
   // The drafts of these slots as the verifier's tensors.
   void tree(const VerifyTensors& batch, Stream stream);
 
+  // Whether this weight matrix is still read where it lies; else its owner may free it.
+  [[nodiscard]] bool reads_original(const void* matrix) const { return backend_->reads_original(matrix); }
   [[nodiscard]] const char* backend_name() const noexcept { return backend_->name(); }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept { return loop_.workspace_bytes(); }
 

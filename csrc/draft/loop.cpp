@@ -16,7 +16,7 @@ Loop::Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig&
   context_.kv.k = arrays_.k.data();
   context_.kv.v = arrays_.v.data();
   const auto prepare = [&](const auto&... parts) {
-    return backend_.prepare(std::array<TensorView, sizeof...(parts)>{parts...});
+    return backend_.prepare(std::array<Matrix, sizeof...(parts)>{parts...});
   };
   fc_ = prepare(weights.fc);
   lm_head_ = prepare(weights.lm_head);

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
 from eaglex.engine import DraftBatch, DraftEngine, VerifyTensors
+from eaglex.packed import PackedWeight
 from eaglex.reference import Draft, VerifyTree
 from eaglex.weights import DraftWeights, LayerWeights
 
@@ -132,8 +133,10 @@ def tree_of(tensors: VerifyTensors, index: int) -> VerifyTree:
 def to_device(weights: DraftWeights, device: torch.device) -> DraftWeights:
     """The same weights on `device`; tensors that are there already are shared."""
 
-    def here(tensor: Any) -> Any:
-        return None if tensor is None else tensor.detach().to(device).contiguous()
+    def here(weight: Any) -> Any:
+        if weight is None or isinstance(weight, PackedWeight):
+            return None if weight is None else weight.to(device)
+        return weight.detach().to(device).contiguous()
 
     def fields_of(part: DraftWeights | LayerWeights) -> dict[str, Any]:
         return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}

@@ -8,26 +8,34 @@ from typing import Any
 
 import torch
 
-from eaglex import checkpoint
+from eaglex import checkpoint, quantize
 from eaglex.aux_layers import AuxConvention
-from eaglex.config import SpeculationConfig
+from eaglex.config import DraftConfig, SpeculationConfig
 from eaglex.engine import _extension
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts import hf_target
 from eaglex.hosts.hf_target import HookedTarget, TargetFacts
 from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
+from eaglex.hot_vocab import HotVocab, cut
+from eaglex.packed import DraftQuant
+from eaglex.weights import DraftWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """Where a pair is and how its auxiliary layers are read; None takes what the draft's config says."""
+    """Where a pair is and how its auxiliary layers are read; None takes what the draft's config says.
+
+    `quant` and `hot_vocab` make the draft smaller at load; None leaves it as it is.
+    """
 
     target: str
     draft: str
     aux_layer_ids: Sequence[int] | None = None
     convention: AuxConvention | None = None
+    quant: DraftQuant | None = None
+    hot_vocab: HotVocab | None = None
 
 
 class Pair:
@@ -38,6 +46,8 @@ class Pair:
         self.target: TargetFacts = hf_target.read_facts(source.target)
         self.draft = self._examine()
         self.tokenizer: Any = hf_target.load_tokenizer(source.target)
+        self.ranking = None if source.hot_vocab is None else source.hot_vocab.ranking(source.draft)
+        self.notes: list[str] = []  # what `load` changed of the draft
 
     @property
     def context(self) -> int:
@@ -70,15 +80,31 @@ class Pair:
             convention=self.source.convention,
             dtype=dtype,
         )
+        config, weights = self._shrink(loaded.config, loaded.weights, device)
+        speculation.check(config)
         model = hf_target.load_model(self.source.target, dtype=dtype, device=device)
         return TransformersHost(
             HookedTarget(model, self.aux_layer_ids, self.source.target),
-            loaded.config,
-            loaded.weights,
+            config,
+            weights,
             aux_layer_ids=self.aux_layer_ids,
             speculation=speculation,
             limits=HostLimits(max_length=max_length),
         )
+
+    def _shrink(
+        self, config: DraftConfig, weights: DraftWeights, device: torch.device
+    ) -> tuple[DraftConfig, DraftWeights]:
+        """The draft as asked for: first fewer rows of the head, then fewer bits."""
+        self.notes = []
+        if self.ranking is not None and self.source.hot_vocab is not None:
+            made = cut(config, weights, self.ranking, self.source.hot_vocab.size)
+            config, weights = made.config, made.weights
+            self.notes.append(made.note)
+        if self.source.quant is not None:
+            weights = quantize.quantize(weights, self.source.quant, device=device)
+            self.notes.append(f"draft_quant: {self.source.quant}")
+        return config, weights
 
     def _examine(self) -> checkpoint.Facts:
         source = self.source

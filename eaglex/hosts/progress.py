@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 
-def bar(total: int, what: str) -> Any:
-    """A tqdm bar over `total` tokens; `update(n)` and use as a context manager."""
+def bar(total: int | None, what: str, *, unit: str = " tokens") -> Any:
+    """A tqdm bar over `total` tokens or bytes (None: unknown); `update(n)` and use as a context manager."""
     return importlib.import_module("tqdm").tqdm(
-        total=total, desc=what, unit=" tokens", leave=False, disable=None, delay=0.5
+        total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False, disable=None, delay=0.5
     )

@@ -300,9 +300,9 @@ def test_unknown_tensors_are_all_named(toy, target):
 
 def test_quantised_draft_is_refused_by_its_scheme(toy, target):
     """Not by the names of its scales, which are unknown tensors as well."""
-    toy.config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    toy.config["quantization_config"] = {"quant_method": "awq"}
     toy.tensors["midlayer.mlp.up_proj.weight_scale"] = toy.normal(1)
-    with pytest.raises(ConfigError, match=r'quantization_config: expected none.*got "compressed-tensors"'):
+    with pytest.raises(ConfigError, match=r'quant_method: expected compressed-tensors.*got "awq"'):
         load(toy.write(), target=target)
 
 

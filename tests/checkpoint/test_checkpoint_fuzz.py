@@ -65,6 +65,16 @@ NAMES = sorted(
         "truncate",
         "kv_lora_rank",
         "quant_method",
+        "quant_algo",
+        "quantized_layers",
+        "config_groups",
+        "weights",
+        "strategy",
+        "num_bits",
+        "group_size",
+        "targets",
+        "ignore",
+        "weight_block_size",
         *dialects.NEUTRAL,
         *dialects.EAGLE_NEUTRAL,
     }
@@ -81,6 +91,11 @@ WORDS = [
     "default",
     "longrope",
     "eagle3",
+    "compressed-tensors",
+    "modelopt",
+    "fp8",
+    "FP8",
+    "re:.*",
     "",
 ]
 

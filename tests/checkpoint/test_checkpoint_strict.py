@@ -51,9 +51,8 @@ CONFIGS = {
     "logit_scale": ({"logit_scale": 0.5}, "logit_scale: expected 1"),
     "window": ({"sliding_window": 512}, "sliding_window: expected none"),
     "quantised": (
-        {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config: expected none: quantised draft checkpoints are not "
-        'read; quantise a bf16 one at load, got "fp8"',
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        'quantization_config.quant_method: expected compressed-tensors, modelopt or fp8, got "bitsandbytes"',
     ),
     "norm_before_fc-missing": (
         {"norm_before_fc": True},
@@ -369,7 +368,7 @@ FILES = {
         "unlisted",
     ),
     "modelopt-quantised": (
-        lambda f: (f / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}'),
+        lambda f: (f / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP4"}}'),
         "quant_algo",
     ),
 }

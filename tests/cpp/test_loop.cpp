@@ -37,7 +37,7 @@ class Recorder final : public Backend {
     memory = std::make_unique<std::byte[]>(bytes);
     return memory.get();
   }
-  Linear prepare(std::span<const TensorView> parts) override {
+  Linear prepare(std::span<const Matrix> parts) override {
     Linear linear;
     linear.num_parts = static_cast<int>(parts.size());
     return linear;

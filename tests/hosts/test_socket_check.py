@@ -1,12 +1,18 @@
-"""What tools/socket_check.py calls equal: the judge of the runs on a GPU must be able to say no."""
+"""tools/socket_check.py without a GPU: its judge must be able to say no, and its stages must not overlap."""
 
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
-from socket_parts.cases import CASES, compared, shown
+import socket_check
+from socket_parts.cases import CASES, compared, repeated, shown, workload
+from socket_parts.engine import write
 
 
 def served(algorithm: str, *, retracted: int = 0) -> dict[str, Any]:
@@ -78,3 +84,85 @@ def test_no_request_at_all_is_no_proof() -> None:
 
 def test_every_case_has_a_base() -> None:
     assert {name.split(", ")[0] for name in CASES} == {"chain", "tree"}
+
+
+def test_what_an_algorithm_says_twice_is_held_against_itself() -> None:
+    first, again = served("EAGLE3"), served("EAGLE3")
+    assert repeated([first, again]) == {"passes": [], "runs": []}
+    another_token(first["passes"][1]["requests"])
+    assert repeated([first, again]) == {"passes": [1], "runs": [[1, 1, 1]]}
+    row = compared("chain, sampled", first, served("EAGLEX")) | {"itself": {"EAGLE3": repeated([first, again])}}
+    assert "EAGLE3 from itself" in shown(row)
+
+
+def test_all_requests_of_a_sampled_case_are_sampled(tmp_path: Path) -> None:
+    """A greedy one beside them would change how the host draws their first tokens."""
+    numpy.save(tmp_path / "prompts.npy", numpy.arange(4000) % 1000)
+    sampled, greedy = (workload(tmp_path / "prompts.npy", flag) for flag in (True, False))
+    assert [request["temperature"] for request in sampled] == [0.8] * 145
+    assert len({request["sampling_seed"] for request in sampled}) == 145
+    assert all("temperature" not in request for request in greedy)
+    assert [request["ids"] for request in sampled] == [request["ids"] for request in greedy]
+    assert sum("abort" in request for request in sampled) == 8
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What happens to engines that are up at once and serve at once: (what, engine)."""
+    seen: list[tuple[str, str]] = []
+    alive = SimpleNamespace(poll=lambda: None)
+
+    def start(self: Any) -> None:
+        seen.append(("start", self.result.stem))
+        self.process = alive
+        write(self.result.with_suffix(".ready"), True)
+
+    def go(self: Any, number: int = 0) -> None:
+        seen.append(("go", self.result.stem))
+        timed = self.arguments[0] == "time_one"
+        write(self.result.with_suffix(f".round{number}") if timed else self.result, served(self.arguments[2]))
+
+    def kill(self: Any) -> None:
+        if self.process is not None:
+            seen.append(("kill", self.result.stem))
+        self.process = None
+
+    for name, function in (("start", start), ("go", go), ("kill", kill)):
+        monkeypatch.setattr(socket_check.Process, name, function)
+    monkeypatch.setattr(socket_check, "about", lambda out: {"gpus": ["one", "two"]})
+    monkeypatch.setattr(socket_check, "quiet", lambda: seen.append(("load", "")) or True)
+    return seen
+
+
+def test_stages_do_not_overlap(events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASES", "tree; chain, two GPUs; tree, two GPUs")
+    assert socket_check.run(tmp_path, tmp_path, tmp_path) == 0
+    pairs = [f"{kind}-two_GPUs-{a}" for kind in ("chain", "tree") for a in ("EAGLE3", "EAGLEX")]
+    single, timed = [f"tree-{a}" for a in ("EAGLE3", "EAGLEX")], [f"time-{a}" for a in ("EAGLE3", "EAGLEX")]
+    expected = [("start", name) for name in timed + pairs]
+    for name in pairs:
+        expected += [("go", name), ("kill", name)]
+    expected += [("start", name) for name in single] + [("go", name) for name in single]
+    expected += [("kill", name) for name in single] + [("load", "")] + 2 * [("go", name) for name in timed]
+    assert events[: len(expected)] == expected
+
+
+def test_engines_on_two_gpus_have_all_the_time_that_nothing_else_needs(
+    events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECONDS", "240")
+    monkeypatch.setenv("SECONDS_TO_TIME", "80")
+    alone = socket_check.Plan(tmp_path, tmp_path, tmp_path, ["chain, two GPUs"], 2)
+    assert 159 < alone.left("TIME", "SERVE") <= 160
+    beside = socket_check.Plan(tmp_path, tmp_path, tmp_path, ["chain, two GPUs", "chain"], 2)
+    assert beside.left("TIME", "SERVE") <= 10
+
+
+def test_a_case_can_run_twice(events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASES", "chain, sampled")
+    monkeypatch.setenv("REPEATS", "2")
+    monkeypatch.setenv("NO_TIMES", "1")
+    assert socket_check.run(tmp_path, tmp_path, tmp_path) == 0
+    assert len({name for what, name in events if what == "go"}) == 4
+    (row,) = json.loads((tmp_path / "socket.json").read_text())["cases"]
+    assert row["itself"] == {"EAGLE3": {"passes": [], "runs": []}, "EAGLEX": {"passes": [], "runs": []}}

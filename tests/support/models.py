@@ -5,6 +5,7 @@ apart.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
@@ -21,7 +22,11 @@ from eaglex.config import (
     Sampling,
     SpeculationConfig,
 )
+from eaglex.packed import PackedWeight
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
+
+if TYPE_CHECKING:
+    from eaglex.packed import Weight
 
 ROPES = {
     "default": RopeConfig(theta=10000.0),
@@ -133,7 +138,7 @@ def random_weights(config: DraftConfig, *, seed: int = 0, dtype: torch.dtype = t
     return assemble({name: tensor.to(dtype) for name, tensor in tensors.items()}, config, d2t)
 
 
-def assemble(tensors: dict[str, Tensor], config: DraftConfig, d2t: Tensor | None) -> DraftWeights:
+def assemble(tensors: dict[str, Weight], config: DraftConfig, d2t: Tensor | None) -> DraftWeights:
     """DraftWeights from canonical names."""
     names = [field.name for field in dataclasses.fields(LayerWeights)]
     layers = [
@@ -153,6 +158,12 @@ def assemble(tensors: dict[str, Tensor], config: DraftConfig, d2t: Tensor | None
 
 
 def widened(weights: DraftWeights, config: DraftConfig, dtype: torch.dtype = torch.float64) -> DraftWeights:
-    """The same values in a wider type: what the reference computes with when it judges the engine."""
-    tensors = {name: tensor.to(dtype) for name, tensor in weights.named() if name != "d2t"}
+    """The same values in a wider type: what the reference computes with when it judges the engine. Packed matrices
+    stay: the reference widens their numbers itself.
+    """
+    tensors = {
+        name: weight if isinstance(weight, PackedWeight) else weight.to(dtype)
+        for name, weight in weights.named()
+        if name != "d2t"
+    }
     return assemble(tensors, config, weights.d2t)

@@ -68,7 +68,11 @@ def environment_of(name: str) -> dict[str, str]:
 
 
 def workload(prompts: Path, sampled: bool) -> list[dict[str, Any]]:
-    """Requests of mixed length, with shared prefixes and duplicates, in an order of arrival; some are aborted."""
+    """Requests of mixed length, with shared prefixes and duplicates, in an order of arrival; some are aborted.
+
+    Sampled, all of them are: where one request of a prefill needs top-k, a greedy one included, the host draws for all
+    of its requests by rank in place of by token id. So a seed's first token depends on what the request is beside.
+    """
     import numpy
 
     text = numpy.load(prompts).astype(int).tolist()
@@ -91,17 +95,40 @@ def workload(prompts: Path, sampled: bool) -> list[dict[str, Any]]:
         {"ids": prompt, "new": choose.randint(1, 96), "ignore_eos": choose.random() < 0.5, "at": 0.004 * number}
         for number, prompt in enumerate(ids)
     ]
+    requests += [{"ids": cut(100), "new": 400, "ignore_eos": True, "at": 0.05 * n, "abort": 0.15} for n in range(8)]
     if sampled:
         for number, request in enumerate(requests):
             request |= {"temperature": 0.8, "sampling_seed": number}
-    aborted = [{"ids": cut(100), "new": 400, "ignore_eos": True, "at": 0.05 * n, "abort": 0.15} for n in range(8)]
-    return requests + aborted
+    return requests
+
+
+def differing(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[int]:
+    """Places of the requests that two passes both answer, and not with the same tokens."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return [place for place, (a, b) in pairs if "ids" in a and "ids" in b and a["ids"] != b["ids"]]
 
 
 def moved(stock: dict[str, Any], base: dict[str, Any]) -> list[int]:
     """Requests to which stock itself answers otherwise than without retraction (places in the first pass)."""
-    pairs = zip(stock["passes"][0]["requests"], base["passes"][0]["requests"], strict=True)
-    return [place for place, (a, b) in enumerate(pairs) if "ids" in a and "ids" in b and a["ids"] != b["ids"]]
+    return differing(stock["passes"][0]["requests"], base["passes"][0]["requests"])
+
+
+def repeated(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """How far one algorithm agrees with itself, the yardstick for two that are compared.
+
+    `passes`: places that differ between the first pass of the first run and its second, which finds the radix cache
+    filled; `runs`: [run, pass, place] of what another engine of the same algorithm answered otherwise than the first.
+    """
+    first = runs[0]["passes"]
+    return {
+        "passes": [place for later in first[1:] for place in differing(first[0]["requests"], later["requests"])],
+        "runs": [
+            [number, turn, place]
+            for number, run in enumerate(runs[1:], 1)
+            for turn, (a, b) in enumerate(zip(first, run["passes"], strict=True))
+            for place in differing(a["requests"], b["requests"])
+        ],
+    }
 
 
 def compared(
@@ -158,6 +185,7 @@ def shown(row: dict[str, Any]) -> str:
     after = len(row.get("different_after_retraction", []))
     counts = {key: row[key] for key in ("prompts", "tokens", "accept_differs", "retracted", "errors", "seconds")}
     itself = row.get("stock_differs_from_itself", [])
+    counts |= {f"{key} from itself": value for key, value in row.get("itself", {}).items()}
     return (
         f"{'ok  ' if row['equal'] else 'FAIL'} {row['case']:28s} different {len(row['different'])} accept {accept} "
         f"verifies {verifies} {counts} after retraction {after}, stock from itself {itself} "

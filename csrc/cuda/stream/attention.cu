@@ -1,7 +1,7 @@
 // attention: softmax(q kᵀ / √D) v over the prefix in the paged pool and the node's ancestors in the scratch.
 // Formula: reference.py attention. Caller: Backend::attention. Bytes: K and V of each lane's prefix once per 16 packed
 // query rows.
-// Mapping: one block per SM works through items (lane, KV head, 16 packed query rows, part of the keys); query heads
+// Mapping: two blocks per SM work through items (lane, KV head, 16 packed query rows, part of the keys); query heads
 // share the keys (GQA). Each of four warps takes every fourth group of 16 keys through its own ring; S and P stay in
 // registers. Parts are combined in a fixed order by whoever is last.
 #include <cmath>
@@ -99,7 +99,7 @@ __device__ __forceinline__ void mark_ancestors(const AttentionArgs& args, int fi
   const int steps = args.context.speculation.num_steps;
   for (int i = threadIdx.x; i < args.grid.width * args.rows.step; i += kThreadsOfBlock) {
     const int row = i / args.rows.step;
-    const int seen = nodes[static_cast<std::int64_t>(first_row + row) * steps + i % args.rows.step];
+    const int seen = __ldcg(nodes + static_cast<std::int64_t>(first_row + row) * steps + i % args.rows.step);
     atomicOr(&visible[row][seen / 32], 1U << (seen % 32));
   }
   __syncthreads();
@@ -107,31 +107,32 @@ __device__ __forceinline__ void mark_ancestors(const AttentionArgs& args, int fi
 
 __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBatch& batch, int first_row) {
   const EngineContext& context = args.context;
-  touch_place(context, args.batch, args.rows, first_row);
-  touch(context.kv.k + args.layer);
-  touch(context.kv.v + args.layer);
-  const RowPlace place = locate(context, batch, args.rows, first_row);
+  const RowPlace place = place_of(context, batch, args.rows, first_row).place;
   Keys keys;
   if (!place.live) return keys;
   const bool step = args.rows.pass == Pass::kStep;
   const std::int64_t node =
       static_cast<std::int64_t>(place.lane) * context.speculation.num_scratch_nodes() * context.config.kv_size();
   keys.table = context.kv.req_to_token + batch.req_pool_indices[place.lane] * context.kv.max_context;
-  keys.pool_k = static_cast<const bf16*>(context.kv.k[args.layer]);
-  keys.pool_v = static_cast<const bf16*>(context.kv.v[args.layer]);
+  keys.pool_k = args.pool_k;
+  keys.pool_v = args.pool_v;
   keys.scratch_k = args.scratch_k + node;
   keys.scratch_v = args.scratch_v + node;
   keys.slots = context.kv.num_kv_slots;
   const std::int64_t prefix = step ? context.lanes.new_len[place.lane] : place.position + 1;
   keys.prefix = static_cast<int>(prefix < context.kv.max_context ? prefix : context.kv.max_context);
   keys.total = keys.prefix + (step ? args.rows.step * context.speculation.topk : 0);
+  // The projections of this pass write the nodes of a step; the last rows' keys were written one launch earlier.
+  keys.settled = step                                  ? keys.total - context.speculation.topk
+                 : args.rows.pass == Pass::kExtendLast ? keys.total + kKeys
+                                                       : 0;
   return keys;
 }
 
-template <int kDim>
+template <int kDim, int kRing>
 __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch& batch, int task, int split,
                                      std::byte* shared, std::uint32_t (*visible)[kMaskWords],
-                                     float (*weights)[kMaxSplits + 2], bool* last) {
+                                     float (*weights)[kMaxSplits + 2], bool* last, Producers producers) {
   const EngineContext& context = args.context;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -149,8 +150,8 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch
   float* const warps = reinterpret_cast<float*>(shared);  // the ring becomes room for the warps' sums
   {
     Running<kDim> running;
-    const std::uint32_t ring = shared_address(shared) + warp * Layout<kDim>::kRing * Layout<kDim>::kStage;
-    attend<kDim>(args, packing, keys, visible, kv_head, split, ring, warp, lane, running);
+    const std::uint32_t ring = shared_address(shared) + warp * kRing * kStageBytes<kDim>;
+    attend<kDim, kRing>(args, packing, keys, visible, kv_head, split, ring, warp, lane, producers, running);
     __syncthreads();
     store(running, Part<kDim>{warps + warp * kSlot}, lane);
     __syncthreads();
@@ -184,32 +185,56 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch
   __syncthreads();  // `last` and the ring serve the next item
 }
 
-template <int kDim>
+// Lengths, tables and ancestors are read before the wait: qkv, which stands before, releases this kernel only after its
+// own wait, so all that select and admit wrote is there.
+template <int kDim, int kRing>
 __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid_constant__ AttentionArgs args) {
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::uint32_t visible[kMaxTopk][kMaskWords];
   __shared__ float weights[kPackedRows][kMaxSplits + 2];
   __shared__ bool last;
   release_dependents();
-  wait_for_producers();
+  if (is_idle(args.needed)) {
+    wait_for_producers();
+    return;
+  }
+  touch_parameters(args);
   const DraftBatch& batch = *args.batch;
+  Producers producers = Producers::kRunning;
   for (int item = blockIdx.x; item < args.grid.tasks * args.grid.splits; item += gridDim.x) {
-    work<kDim>(args, batch, item / args.grid.splits, item % args.grid.splits, shared, visible, weights, &last);
+    work<kDim, kRing>(args, batch, item / args.grid.splits, item % args.grid.splits, shared, visible, weights, &last,
+                      producers);
+    producers = Producers::kDone;
   }
 }
 
+template <int kDim, int kRing>
+void launch_ring(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
+  static_assert(kRingBytes<kDim, kRing> >= kAttentionWarps * kPackedRows * (kDim + 2) * 4,
+                "the warps' sums reuse the ring");
+  const int blocks = std::min(slots_of(plan.device), args.grid.tasks * args.grid.splits);
+  launch_chained(plan, attention_kernel<kDim, kRing>, dim3(static_cast<unsigned>(blocks)), kThreadsOfBlock,
+                 kRingBytes<kDim, kRing>, stream, args);
+}
+
+constexpr int kStaticBytes = 3072;  // masks and weights
+
 template <int kDim>
 void launch(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
-  constexpr int kStatic = 2048;  // masks and weights
-  const int shared = std::min(std::max(Layout<kDim>::kShared, slot_bytes(plan.device, Slot::kWide) - kStatic),
-                              plan.device.shared_per_block - kStatic);
-  expect(shared >= Layout<kDim>::kShared, ErrorCode::kConfig, "shared_per_block", Layout<kDim>::kShared + kStatic,
-         plan.device.shared_per_block);
-  launch_chained(plan, attention_kernel<kDim>, dim3(static_cast<unsigned>(plan.device.num_sms)), kThreadsOfBlock,
-                 shared, stream, args);
+  constexpr int kMost = kDim <= 128 ? 3 : 2;
+  if (kRingBytes<kDim, kMost> + kStaticBytes <= slot_bytes(plan.device)) {
+    return launch_ring<kDim, kMost>(plan, args, stream);
+  }
+  launch_ring<kDim, kMost - 1>(plan, args, stream);
 }
 
 }  // namespace
+
+bool attends(const DeviceLimits& device, int head_dim) {
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) return false;
+  const int least = head_dim <= 128 ? 2 : 1;
+  return kAttentionWarps * least * 2 * kKeys * (head_dim * 2 + 16) + kStaticBytes <= device.shared_per_block;
+}
 
 void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context,
                       const DraftBatch* batch, cudaStream_t stream) {
@@ -222,11 +247,13 @@ void launch_attention(const StreamPlan& plan, const AttentionParams& params, con
   args.context = context;
   args.batch = batch;
   args.rows = params.rows;
-  args.grid = attention_grid(plan.device.num_sms, params.rows.max_rows, width, config.num_heads / config.num_kv_heads,
+  args.grid = attention_grid(slots_of(plan.device), params.rows.max_rows, width, config.num_heads / config.num_kv_heads,
                              config.num_kv_heads);
-  args.layer = params.layer;
+  args.needed = plan.needed;
   args.scale = 1.4426950408889634F / std::sqrt(static_cast<float>(config.head_dim));
   args.q = static_cast<const bf16*>(params.q);
+  args.pool_k = static_cast<const bf16*>(plan.pool_k[params.layer]);
+  args.pool_v = static_cast<const bf16*>(plan.pool_v[params.layer]);
   args.scratch_k = static_cast<const bf16*>(params.scratch_k);
   args.scratch_v = static_cast<const bf16*>(params.scratch_v);
   args.out = static_cast<bf16*>(params.out);

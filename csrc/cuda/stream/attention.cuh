@@ -16,12 +16,14 @@ struct AttentionArgs {
   const DraftBatch* batch;
   Rows rows;
   AttentionGrid grid;
-  int layer;
   float scale;  // log2(e) / √D
   const bf16* q;
+  const bf16* pool_k;  // of the layer
+  const bf16* pool_v;
   const bf16* scratch_k;
   const bf16* scratch_v;
   bf16* out;
+  const std::int32_t* needed;
   std::uint32_t* counters;
   float* partials;
 };
@@ -36,6 +38,7 @@ struct Keys {
   std::int64_t slots = 0;
   int prefix = 0;
   int total = 0;
+  int settled = 0;  // keys that the kernel before does not write
 };
 
 inline constexpr std::int64_t kNowhere = -1;
@@ -52,15 +55,13 @@ __device__ __forceinline__ void copy_or_zero(std::uint32_t to, const void* from,
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+// Bytes of a key in shared memory: an odd number of 16-byte units, so that ldmatrix has no bank conflicts.
 template <int kDim>
-struct Layout {
-  static constexpr int kStride =
-      kDim * 2 + 16;  // bytes; an odd number of 16-byte units: ldmatrix without bank conflicts
-  static constexpr int kStage = 2 * kKeys * kStride;
-  static constexpr int kRing = kDim <= 128 ? 3 : 2;
-  static constexpr int kShared = kAttentionWarps * kRing * kStage;
-  static_assert(kShared >= kAttentionWarps * kPackedRows * (kDim + 2) * 4, "the warps' sums reuse the ring");
-};
+inline constexpr int kKeyBytes = kDim * 2 + 16;
+template <int kDim>
+inline constexpr int kStageBytes = 2 * kKeys * kKeyBytes<kDim>;
+template <int kDim, int kRing>
+inline constexpr int kRingBytes = kAttentionWarps * kRing * kStageBytes<kDim>;
 
 // K and V of 16 keys into a stage; lane i < 16 brings the row of key i.
 template <int kDim>
@@ -74,10 +75,9 @@ __device__ __forceinline__ void fetch(const Keys& keys, std::int64_t row, int wi
     const std::int64_t from = __shfl_sync(0xFFFFFFFF, row, key);
     const bool scratch = from < kNowhere;
     const std::int64_t offset = (from == kNowhere ? 0 : scratch ? -2 - from : from) * width + head * kDim + unit * 8;
-    const std::uint32_t to = stage + key * Layout<kDim>::kStride + unit * 16;
+    const std::uint32_t to = stage + key * kKeyBytes<kDim> + unit * 16;
     copy_or_zero(to, (scratch ? keys.scratch_k : keys.pool_k) + offset, from != kNowhere);
-    copy_or_zero(to + kKeys * Layout<kDim>::kStride, (scratch ? keys.scratch_v : keys.pool_v) + offset,
-                 from != kNowhere);
+    copy_or_zero(to + kKeys * kKeyBytes<kDim>, (scratch ? keys.scratch_v : keys.pool_v) + offset, from != kNowhere);
   }
 }
 
@@ -124,7 +124,7 @@ struct Running {
     }
     const std::uint32_t p[4] = {pack(scores[0][0], scores[0][1]), pack(scores[0][2], scores[0][3]),
                                 pack(scores[1][0], scores[1][1]), pack(scores[1][2], scores[1][3])};
-    const std::uint32_t at = values + lane % 16 * Layout<kDim>::kStride + lane / 16 * 16;
+    const std::uint32_t at = values + lane % 16 * kKeyBytes<kDim> + lane / 16 * 16;
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       std::uint32_t v[4];
@@ -161,13 +161,45 @@ __device__ __forceinline__ float weight_of(float maximum, float best) {
   return exp2f(maximum - best);
 }
 
-template <int kDim>
+// Whether the kernels before are known to be done. If not, attend() starts with what the one before does not write, and
+// waits for it before it reads the queries.
+enum class Producers : bool { kRunning, kDone };
+
+template <int kDim, int kRing>
 __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing& packing, const Keys& keys,
                                        const std::uint32_t (*visible)[kMaskWords], int kv_head, int split,
-                                       std::uint32_t ring, int warp, int lane, Running<kDim>& running) {
+                                       std::uint32_t ring, int warp, int lane, Producers producers,
+                                       Running<kDim>& running) {
   const int width = args.context.config.kv_size();
   const int g = lane / 4;
   const int q = lane % 4;
+  const int steps = (keys.total + kKeys - 1) / kKeys;
+  const int begin = static_cast<int>(static_cast<std::int64_t>(split) * steps / args.grid.splits) + warp;
+  const int end = static_cast<int>(static_cast<std::int64_t>(split + 1) * steps / args.grid.splits);
+  const auto look_up = [&](int step) { return row_of(keys, step < end ? step * kKeys + lane % kKeys : keys.total); };
+  const auto fetch_step = [&](int step, std::int64_t row, int stage) {
+    if (step < end) fetch<kDim>(keys, row, width, kv_head, ring + stage * kStageBytes<kDim>, lane);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  // Rows are looked up one step before they are fetched: two dependent reads would else stand in the way of each step.
+  std::int64_t rows[kRing];  // of the step at hand and those in flight
+#pragma unroll
+  for (int i = 0; i < kRing; ++i) rows[i] = look_up(begin + i * kAttentionWarps);
+  const auto is_settled = [&](int step) { return producers == Producers::kDone || (step + 1) * kKeys <= keys.settled; };
+#pragma unroll
+  for (int i = 0; i < kRing - 1; ++i) {
+    const int step = begin + i * kAttentionWarps;
+    fetch_step(is_settled(step) ? step : end, rows[i], i);
+  }
+  if (producers == Producers::kRunning) {
+    wait_for_producers();
+#pragma unroll
+    for (int i = 0; i < kRing - 1; ++i) {
+      const int step = begin + i * kAttentionWarps;
+      fetch_step(is_settled(step) ? end : step, rows[i], i);
+    }
+  }
+
   std::uint32_t query[kDim / 16][4];
   int tree_row[2];  // which row's ancestors the packed rows g and g + 8 see
 #pragma unroll
@@ -185,21 +217,6 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
     }
   }
 
-  const int steps = (keys.total + kKeys - 1) / kKeys;
-  const int begin = static_cast<int>(static_cast<std::int64_t>(split) * steps / args.grid.splits) + warp;
-  const int end = static_cast<int>(static_cast<std::int64_t>(split + 1) * steps / args.grid.splits);
-  constexpr int kRing = Layout<kDim>::kRing;
-  const auto look_up = [&](int step) { return row_of(keys, step < end ? step * kKeys + lane % kKeys : keys.total); };
-  const auto fetch_step = [&](int step, std::int64_t row, int stage) {
-    if (step < end) fetch<kDim>(keys, row, width, kv_head, ring + stage * Layout<kDim>::kStage, lane);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  // Rows are looked up one step before they are fetched: two dependent reads would else stand in the way of each step.
-  std::int64_t rows[kRing];  // of the step at hand and those in flight
-#pragma unroll
-  for (int i = 0; i < kRing; ++i) rows[i] = look_up(begin + i * kAttentionWarps);
-#pragma unroll
-  for (int i = 0; i < kRing - 1; ++i) fetch_step(begin + i * kAttentionWarps, rows[i], i);
   int stage = 0;
   int free_stage = kRing - 1;
   for (int step = begin; step < end; step += kAttentionWarps) {
@@ -211,8 +228,8 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
     asm volatile("cp.async.wait_group %0;" ::"n"(kRing - 1) : "memory");
     __syncwarp();
 
-    const std::uint32_t k_at = ring + stage * Layout<kDim>::kStage;
-    const std::uint32_t at = k_at + (lane % 8 + lane / 16 * 8) * Layout<kDim>::kStride + lane / 8 % 2 * 16;
+    const std::uint32_t k_at = ring + stage * kStageBytes<kDim>;
+    const std::uint32_t at = k_at + (lane % 8 + lane / 16 * 8) * kKeyBytes<kDim> + lane / 8 % 2 * 16;
     float scores[2][4] = {};
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
@@ -233,7 +250,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
         scores[t][i] = seen ? scores[t][i] * args.scale : __int_as_float(0xFF800000);
       }
     }
-    running.take(scores, k_at + kKeys * Layout<kDim>::kStride, lane);
+    running.take(scores, k_at + kKeys * kKeyBytes<kDim>, lane);
     __syncwarp();
     free_stage = stage;
     stage = stage + 1 == kRing ? 0 : stage + 1;

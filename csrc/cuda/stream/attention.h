@@ -20,20 +20,20 @@ struct AttentionGrid {
   int splits = 1;  // parts of the keys of a task
 };
 
-// One block per SM works through tasks · splits items. More parts spread them more evenly, but somebody must add them
-// up: the fewest µs by a rough model of a context of about 1,000 (15 µs per task on one SM, 1 µs and a little more for
-// a sum).
-[[nodiscard]] constexpr AttentionGrid attention_grid(int num_sms, int rows, int width, int group, int kv_heads) {
+// Two blocks per SM work through tasks · splits items. More parts spread them more evenly, but somebody must add them
+// up: the fewest µs by a rough model of a context of about 1,000 (15 µs per task on one SM, 1 µs and a quarter per part
+// for a sum, and for the room that the part takes from the next kernel).
+[[nodiscard]] constexpr AttentionGrid attention_grid(int blocks, int rows, int width, int group, int kv_heads) {
   AttentionGrid grid;
   grid.width = width;
   grid.lanes = (rows + width - 1) / width;
   grid.packs = (width * group + kPackedRows - 1) / kPackedRows;
   grid.tasks = grid.lanes * grid.packs * kv_heads;
   float best = 1e30F;
-  for (int splits = 1; splits <= kMaxSplits && (splits == 1 || grid.tasks * splits <= 4 * num_sms); ++splits) {
-    const int rounds = (grid.tasks * splits + num_sms - 1) / num_sms;
+  for (int splits = 1; splits <= kMaxSplits && (splits == 1 || grid.tasks * splits <= 4 * blocks); ++splits) {
+    const int rounds = (grid.tasks * splits + blocks - 1) / blocks;
     const float cost = 15.0F * static_cast<float>(rounds) / static_cast<float>(splits) +
-                       (splits > 1 ? 1.0F + 0.05F * static_cast<float>(splits) : 0.0F);
+                       (splits > 1 ? 1.0F + 0.25F * static_cast<float>(splits) : 0.0F);
     if (cost < best) best = cost, grid.splits = splits;
   }
   return grid;
@@ -43,11 +43,11 @@ struct AttentionGrid {
   return static_cast<std::size_t>(kPackedRows) * (static_cast<std::size_t>(head_dim) + 2);
 }
 [[nodiscard]] inline std::size_t attention_counter_bytes(const DeviceLimits& device) {
-  return static_cast<std::size_t>(4 * device.num_sms) * sizeof(std::uint32_t) / 256 * 256 + 256;
+  return static_cast<std::size_t>(4 * slots_of(device)) * sizeof(std::uint32_t) / 256 * 256 + 256;
 }
 [[nodiscard]] inline std::size_t attention_partial_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
   return attention_counter_bytes(device) +
-         static_cast<std::size_t>(4 * device.num_sms) * attention_slot_floats(needs.head_dim) * sizeof(float);
+         static_cast<std::size_t>(4 * slots_of(device)) * attention_slot_floats(needs.head_dim) * sizeof(float);
 }
 
 }  // namespace eaglex::stream

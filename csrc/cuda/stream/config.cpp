@@ -37,16 +37,16 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   config.row_tiles = (problem.rows + config.tile_rows - 1) / config.tile_rows;
   config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
   const int units = config.row_tiles * problem.segments * config.chunks_per_segment;
-  config.grid = std::min(device.num_sms, units);
-  config.split = split_of(units, config.grid);
 
-  const int slot = std::min(slot_bytes(device, problem.slot), device.shared_per_block);
+  const int slot = std::min(slot_bytes(device), device.shared_per_block);
   config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, slot);
   config.in_slot = config.stages >= kMinStages;
   if (!config.in_slot) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);
   expect(config.stages >= kMinStages, ErrorCode::kConfig, "shared_per_block",
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
+  config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
+  config.split = split_of(units, config.grid);
   config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
   return config;
 }

@@ -46,19 +46,18 @@ struct DeviceLimits {
   int compute_capability = 0;  // 90 for sm_90
 };
 
-// Which part of an SM's shared memory a kernel of the chain takes. PDL places the next kernel's blocks wherever there
-// is room as the last one's leave; two blocks of one kernel on an SM, and none on another, would halve its speed, and
-// stay so down the chain. So kernels alternate: of the wide ones an SM holds one (it is more than half), and beside it
-// one narrow one and a small one.
-//   qkv narrow, attention wide, o_proj narrow, gate_up wide, down narrow, head wide; merge, select and the like are
-// small.
-enum class Slot : std::uint8_t { kWide, kNarrow };
+// Every matrix runs as two blocks per SM, each in half of it: the next kernel's blocks come one by one into the halves
+// that the last one's leave, so each SM always works for both and prefetches for the next, and no SM gets more than its
+// share. Beside two blocks there is room for a small kernel (head_merge, select).
+inline constexpr int kBlocksPerSm = 2;
 inline constexpr int kReservedPerBlock = 1024;  // bytes that a resident block costs besides its own
 inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
 
-[[nodiscard]] constexpr int slot_bytes(const DeviceLimits& device, Slot slot) {
-  const int wide = device.shared_per_sm / 2 + 512 - kReservedPerBlock;
-  return slot == Slot::kWide ? wide : device.shared_per_sm - wide - kSmallKernelBytes - 3 * kReservedPerBlock;
+[[nodiscard]] constexpr int slot_bytes(const DeviceLimits& device) {
+  return (device.shared_per_sm - kSmallKernelBytes - kReservedPerBlock) / kBlocksPerSm - kReservedPerBlock;
+}
+[[nodiscard]] constexpr int slots_of(const DeviceLimits& device) {
+  return kBlocksPerSm * device.num_sms;
 }
 
 // Rows of W per tile: more rows read the activations less often, fewer spread a small matrix more evenly.
@@ -92,7 +91,6 @@ struct GemmProblem {
   int segments = 1;
   int tokens = 0;  // M
   bool normed = false;
-  Slot slot = Slot::kNarrow;
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
@@ -108,7 +106,7 @@ struct GemmConfig {
   Split split;  // of all chunks over the grid
   int stages = 0;
   int shared_bytes = 0;  // the whole slot, needed or not
-  bool in_slot = false;  // fits its slot; if not, it still runs, but nothing is prefetched beside it
+  bool in_slot = false;  // fits its slot; if not, it still runs, one block per SM and nothing beside it
 };
 
 // Throws ErrorCode::kConfig where the problem cannot be streamed at all.

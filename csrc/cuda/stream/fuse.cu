@@ -9,7 +9,6 @@ namespace {
 
 template <bool kWithNorm>
 struct FuseStep : PlainStep {
-  static constexpr Slot kSlot = Slot::kWide;
   static constexpr bool kNormed = kWithNorm;
   struct Params {
     EngineContext context;

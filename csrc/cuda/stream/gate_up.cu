@@ -7,7 +7,6 @@ namespace eaglex::stream {
 namespace {
 
 struct GateUpStep : PlainStep {
-  static constexpr Slot kSlot = Slot::kWide;
   static constexpr bool kNormed = true;
   struct Params {
     const bf16* x;

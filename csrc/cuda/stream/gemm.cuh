@@ -271,7 +271,8 @@ class Consumer {
 #pragma unroll 1
     while (load_acquire(counter) < static_cast<std::uint32_t>(count)) {
       if ((++polls & 255U) == 0 && now_ns() - start > kDeadlineNs) {
-        atomicExch(shape_.failed, 1U);
+        *reinterpret_cast<volatile std::uint32_t*>(shape_.failed) = 1;
+        __threadfence_system();  // it may lie in the host's memory
         return false;
       }
     }
@@ -289,9 +290,16 @@ class Consumer {
       if (token < G::kTokens) {
         for (int segment = 0; segment < shape_.segments; ++segment) {
           float sum = segment == in_registers ? own_squares(token) : 0.0F;
-          for (int block = first; block <= last; ++block) {
-            if ((segment == in_registers && block == blockIdx.x) || !contributes(block, tile, segment)) continue;
-            sum += __ldcg(reinterpret_cast<const float*>(slot(block, tile, segment) + kTokenTiles * kLaneSums) + token);
+          for (int base = first; base <= last; base += 4) {
+            float part[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int block = base + i;
+              const auto* const from =
+                  reinterpret_cast<const float*>(slot(block, tile, segment) + kTokenTiles * kLaneSums) + token;
+              part[i] = published(block, last, tile, segment, in_registers) ? __ldcg(from) : 0.0F;
+            }
+            sum += part[0], sum += part[1], sum += part[2], sum += part[3];
           }
           norms()[segment * G::kTokens + token] =
               shape_.gamma[segment] == nullptr ? 1.0F : rsqrtf(sum / static_cast<float>(shape_.k) + shape_.eps);
@@ -304,10 +312,7 @@ class Consumer {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
     } else {
-      for (int block = first; block <= last; ++block) {
-        if (block != blockIdx.x && contributes(block, tile, in_registers))
-          add_slot(slot(block, tile, in_registers), -1, lane, acc);
-      }
+      add_published(tile, first, last, in_registers, in_registers, lane, acc);
       if (kNormed) {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
@@ -317,10 +322,7 @@ class Consumer {
       }
     }
     for (int segment = 0; segment < shape_.segments; ++segment) {
-      if (segment == in_registers) continue;
-      for (int block = first; block <= last; ++block) {
-        if (contributes(block, tile, segment)) add_slot(slot(block, tile, segment), segment, lane, acc);
-      }
+      if (segment != in_registers) add_published(tile, first, last, segment, in_registers, lane, acc);
     }
   }
 
@@ -328,14 +330,35 @@ class Consumer {
     return *reinterpret_cast<const float2*>(norms() + segment * G::kTokens + t * 8 + lane % 4 * 2);
   }
 
-  // Adds a published part, times 1/rms of `segment` (none if negative).
-  __device__ __forceinline__ void add_slot(const float4* from, int segment, int lane, float (&acc)[kTokenTiles][4]) {
+  // Whether `block`, of first..last, has published a part of this segment; the own part of `in_registers` is not.
+  __device__ __forceinline__ bool published(int block, int last, int tile, int segment, int in_registers) const {
+    return block <= last && !(segment == in_registers && block == blockIdx.x) && contributes(block, tile, segment);
+  }
+
+  // acc += the published parts of a segment, times its 1/rms unless it is the one in registers, which is scaled later.
+  // Each read is a round trip to L2: with few tokens several are under way at once; they are added in order.
+  __device__ __forceinline__ void add_published(int tile, int first, int last, int segment, int in_registers, int lane,
+                                                float (&acc)[kTokenTiles][4]) {
+    constexpr int kAtOnce = kTokenTiles == 1 ? 4 : kTokenTiles == 2 ? 2 : 1;
+    for (int base = first; base <= last; base += kAtOnce) {
+      float4 part[kAtOnce][kTokenTiles];
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      const float4 part = __ldcg(from + (t * G::kRowWarps + role_.strip) * 32 + lane);
-      const float2 norm = kNormed && segment >= 0 ? norm_of(segment, t, lane) : make_float2(1.0F, 1.0F);
-      acc[t][0] = fmaf(norm.x, part.x, acc[t][0]), acc[t][1] = fmaf(norm.y, part.y, acc[t][1]);
-      acc[t][2] = fmaf(norm.x, part.z, acc[t][2]), acc[t][3] = fmaf(norm.y, part.w, acc[t][3]);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool there = published(base + i, last, tile, segment, in_registers);
+        const float4* const from = slot(base + i, tile, segment) + role_.strip * 32 + lane;
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t)
+          part[i][t] = there ? __ldcg(from + t * kLaneSums) : make_float4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+          const float2 norm = kNormed && segment != in_registers ? norm_of(segment, t, lane) : make_float2(1.0F, 1.0F);
+          acc[t][0] = fmaf(norm.x, part[i][t].x, acc[t][0]), acc[t][1] = fmaf(norm.y, part[i][t].y, acc[t][1]);
+          acc[t][2] = fmaf(norm.x, part[i][t].z, acc[t][2]), acc[t][3] = fmaf(norm.y, part[i][t].w, acc[t][3]);
+        }
+      }
     }
   }
 
@@ -371,7 +394,11 @@ __global__ void __launch_bounds__(kThreads, 2)
                 const __grid_constant__ typename Step::Params params) {
   using G = Geometry<Weights, kTokenTiles>;
   extern __shared__ __align__(128) std::byte shared[];
-  release_dependents();
+  if (shape.release == Release::kAtOnce) release_dependents();
+  if (is_idle(shape.needed)) {
+    wait_for_producers();
+    return;
+  }
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const std::uint32_t base = shared_address(shared);
@@ -397,19 +424,26 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (!kBulkCopies) asm volatile("cp.async.wait_all;" ::: "memory");
     return;
   }
-  wait_for_producers();  // above it nothing but weights and gammas; below it whatever the kernels before have made
   if (warp > kConsumerWarps) {
     const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
     auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
-    for (int token = lane; token < shape.tokens; token += 32)
-      Step::locate(params, token, sources + token, G::kTokens, rows + token);
-    __syncwarp();
+    touch_parameters(params);
+#pragma unroll 1
+    for (int round = Step::rehearses(params) ? 0 : 1; round < 2; ++round) {
+      if (round == 1) wait_for_producers();  // below it is whatever the kernels before have made
+      for (int token = lane; token < shape.tokens; token += 32)
+        Step::locate(params, token, sources + token, G::kTokens, rows + token);
+      __syncwarp();
+    }
+    if (shape.release == Release::kAfterWait) release_dependents();
     if (lane == 0) mbar_arrive(rows_ready);
     produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
     Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
     asm volatile("cp.async.wait_all;" ::: "memory");
     return;
   }
+  mbar_wait(full, 0);  // activations are there, so the wait is over; till here the consumers have touched no memory
+  wait_for_producers();
   Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();
 }
 

@@ -38,7 +38,6 @@ template <class Step>
           segments,
           tokens,
           Step::kNormed,
-          Step::kSlot,
           Bf16Weights::kBits,
           static_cast<int>(sizeof(typename Step::RowInfo)),
           Step::kStateBytes};
@@ -77,6 +76,7 @@ int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_ro
   shape.reduction = plan.reduction;
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
+  shape.needed = plan.needed;
   shape.failed = plan.failed;
   switch (config.token_tiles) {
     case 1:
@@ -117,6 +117,7 @@ inline void expect_bf16(const char* field, const TensorView& tensor) {
 // What a step without state, rows of its own or work beside the stream leaves out.
 struct PlainStep {
   struct RowInfo {};
+  __device__ static bool rehearses(const auto&) { return false; }
   static constexpr int kStateBytes = 0;
   template <int kTokenTiles>
   __device__ static void begin(std::byte*) {}

@@ -13,6 +13,10 @@ namespace eaglex::stream {
 
 using bf16 = __nv_bfloat16;
 
+// When the next kernel of the chain may start. At once: it prefetches its weights while this one works. After this
+// one's wait: it may then read, before its own wait, all that was written before this one.
+enum class Release : std::uint8_t { kAtOnce, kAfterWait };
+
 // One launch, without what its step adds.
 struct GemmShape {
   const std::byte* tiles = nullptr;
@@ -29,7 +33,9 @@ struct GemmShape {
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
-  std::uint32_t* failed = nullptr;    // set where a wait between blocks ran into its deadline
+  Release release = Release::kAtOnce;
+  const std::int32_t* needed = nullptr;  // null, or 0 there: nobody wants the result
+  std::uint32_t* failed = nullptr;       // set where a wait between blocks ran into its deadline
 };
 
 template <class Weights, int kTokenTiles>
@@ -91,6 +97,10 @@ struct RingPosition {
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;
 
+// Once the ring has been filled for the first time, so many stages of a block are under way at once. More would only
+// queue up in front of the memory, and what a step needs beside its weights would wait behind them.
+inline constexpr int kInFlight = 2;
+
 // Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation
 // warp's.
 inline constexpr int kFullArrivals = 32 + (kBulkCopies ? 1 : 32);
@@ -104,9 +114,12 @@ __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int fi
   const std::uint64_t policy = kBulkCopies ? evict_first_policy() : 0;
   const int k_blocks = shape.k / kKBlock;
   RingPosition at(kProducer);
+  RingPosition landed(kConsumer);
   Cursor cursor(shape, first);
   for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    if (unit - first >= ring.stages) mbar_wait(ring.full + 8 * landed.stage, landed.phase);
+    if (unit - first >= kInFlight) landed.next(ring);
     const int k_block = cursor.chunk * G::kKBlocks;
     const int count = min(G::kKBlocks, k_blocks - k_block);
     const std::uint32_t bytes = count * kKBlockBytes;

@@ -1,4 +1,4 @@
-// Where rows come from, without the waits in between.
+// Where rows come from, without waits in between.
 #pragma once
 
 #include "core/lane.h"
@@ -6,20 +6,36 @@
 
 namespace eaglex::stream {
 
-// Starts together the reads that `locate` makes one after the other: while weights are being prefetched, each takes
-// about a microsecond, and the activations of the whole step wait for them.
-__device__ __forceinline__ void touch_place(const EngineContext& context, const DraftBatch* batch, const Rows& rows,
-                                            int row) {
-  touch(batch);
-  touch(reinterpret_cast<const char*>(batch + 1) - 1);
-  if (rows.pass == Pass::kExtendAll) return;
+struct StepPlace {
+  RowPlace place;
+  std::int64_t token = 0;  // of the row; kStep only
+};
+
+// eaglex::locate, with all reads of a step's row under way before the first is looked at: while weights are being
+// prefetched each takes a microsecond and more, and the activations of the whole step wait for them.
+__device__ __forceinline__ StepPlace place_of(const EngineContext& context, const DraftBatch& batch, const Rows& rows,
+                                              int row) {
+  StepPlace result;
+  if (rows.pass != Pass::kStep) {
+    result.place = locate(context, batch, rows, row);
+    return result;
+  }
   const LaneState& lanes = context.lanes;
-  const int lane = rows.pass == Pass::kExtendLast ? row : row / context.speculation.topk;
-  touch(lanes.status + lane);
-  touch(lanes.new_len + lane);
-  if (rows.pass != Pass::kStep) return;
-  touch(lanes.frontier_parents + row);
-  touch(lanes.frontier_tokens + row);
+  const int topk = context.speculation.topk;
+  const int lane = row / topk;
+  const int batch_size = __ldcg(&batch.batch);
+  const int status = __ldcg(lanes.status + lane);
+  const std::int64_t new_len = load_past_l1(lanes.new_len + lane);
+  const int parent = __ldcg(lanes.frontier_parents + row);
+  const std::int64_t token = load_past_l1(lanes.frontier_tokens + row);
+  RowPlace& place = result.place;
+  place.lane = lane;
+  place.live = lane < batch_size && status == static_cast<int>(LaneStatus::kLive);
+  if (!place.live) return result;
+  place.position = new_len + rows.step - 1;
+  place.source = static_cast<std::int64_t>(lane) * (rows.step == 1 ? 1 : topk) + parent;
+  result.token = token;
+  return result;
 }
 
 }  // namespace eaglex::stream

@@ -23,7 +23,7 @@ std::size_t most_partial_bytes(const DeviceLimits& device, const StreamNeeds& ne
   GemmConfig largest;
   largest.tile_rows = tile_rows_for(kMaxTokens / 8);
   largest.token_tiles = kMaxTokens / 8;
-  largest.grid = device.num_sms;
+  largest.grid = slots_of(device);
   return partial_bytes(largest, needs.max_segments);
 }
 
@@ -31,7 +31,7 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   StreamPlan plan;
   plan.device = device;
   plan.needs = needs;
-  const auto blocks = static_cast<std::size_t>(device.num_sms);
+  const auto blocks = static_cast<std::size_t>(slots_of(device));
   plan.partials = workspace.take<std::byte>(most_partial_bytes(device, needs));
   plan.counters = workspace.take<std::uint32_t>(static_cast<std::size_t>(needs.max_rows / kBlockRows + 2));
   plan.failed = workspace.take<std::uint32_t>(1);

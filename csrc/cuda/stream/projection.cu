@@ -7,7 +7,6 @@ namespace eaglex::stream {
 namespace {
 
 struct ProjectionStep : PlainStep {
-  static constexpr Slot kSlot = Slot::kNarrow;
   static constexpr bool kNormed = false;
   struct Params {
     const bf16* x;

@@ -41,6 +41,12 @@ __device__ __forceinline__ void wait_for_producers() {
 #endif
 }
 
+// Whether the flag says that nobody wants what this launch would do. It may be read before the wait: whoever raises it
+// is done before any kernel starts that looks at it, by the order of launches and qkv's late release.
+__device__ __forceinline__ bool is_idle(const std::int32_t* needed) {
+  return needed != nullptr && *reinterpret_cast<const volatile std::int32_t*>(needed) == 0;
+}
+
 // ---- mbarriers in shared memory; `bar` is a shared address.
 __device__ __forceinline__ void mbar_init(std::uint32_t bar, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
@@ -128,6 +134,21 @@ __device__ __forceinline__ void cp_async_16(std::uint32_t to, const void* from) 
 // Brings a line towards L1; nobody waits. (A plain load into a register that is never used would be optimised away.)
 __device__ __forceinline__ void touch(const void* p) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory");
+}
+
+__device__ __forceinline__ std::int64_t load_past_l1(const std::int64_t* p) {
+  std::int64_t v;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Reads a kernel's parameters once. Before the wait it costs nothing; after it, each of their cache lines would be a
+// miss of its own.
+template <class Params>
+__device__ __forceinline__ void touch_parameters(const Params& params) {
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(&params);
+#pragma unroll
+  for (std::size_t i = 0; i < sizeof(Params) / 4; i += 8) asm volatile("" ::"r"(words[i]));
 }
 
 // ---- counters between the blocks of one kernel.

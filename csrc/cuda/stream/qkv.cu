@@ -27,13 +27,11 @@ __device__ __forceinline__ float2 turn_of(float angle) {
 }
 
 struct QkvStep : PlainStep {
-  static constexpr Slot kSlot = Slot::kNarrow;
   static constexpr bool kNormed = true;
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
     Rows rows_of_pass;
-    int layer;
     bool gather;
     bool has_embedding;  // the first layer
     bool normed_residual;
@@ -49,6 +47,8 @@ struct QkvStep : PlainStep {
     bf16* residual;  // null: not wanted
     bf16* scratch_k;
     bf16* scratch_v;
+    bf16* pool_k;  // of the layer
+    bf16* pool_v;
   };
   struct RowInfo {
     float position;
@@ -56,18 +56,21 @@ struct QkvStep : PlainStep {
     bf16* v;
   };
 
+  // A step's rows are located twice: before the wait the code and the pages that it needs come into the caches. What is
+  // found then is stale and thrown away; all that is read lies within the lanes' arrays.
+  __device__ static bool rehearses(const Params& params) { return params.rows_of_pass.pass == Pass::kStep; }
+
   __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
     const EngineContext& context = params.context;
     const DraftBatch& batch = *params.batch;
-    touch_place(context, params.batch, params.rows_of_pass, token);
-    const RowPlace place = eaglex::locate(context, batch, params.rows_of_pass, token);
+    const StepPlace found = place_of(context, batch, params.rows_of_pass, token);
+    const RowPlace& place = found.place;
     const int hidden_size = context.config.hidden_size;
     const bf16* embedding = params.idle_row;
     const bf16* hidden = params.idle_row;
     *info = {static_cast<float>(place.position), nullptr, nullptr};
     if (place.live) {
-      const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? context.lanes.frontier_tokens[token]
-                                                                      : batch.input_ids[place.source];
+      const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? found.token : batch.input_ids[place.source];
       if (params.has_embedding) embedding = params.embed_tokens + id * hidden_size;
       hidden = params.hidden + (params.gather ? place.source : token) * hidden_size;
       find_kv(params, batch, place, token, info);
@@ -90,8 +93,8 @@ struct QkvStep : PlainStep {
     }
     const std::int64_t slot = write_slot(context, batch, place.lane, place.source, place.position);
     if (slot < 0) return;
-    info->k = static_cast<bf16*>(context.kv.k[params.layer]) + slot * width;
-    info->v = static_cast<bf16*>(context.kv.v[params.layer]) + slot * width;
+    info->k = params.pool_k + slot * width;
+    info->v = params.pool_v + slot * width;
   }
 
   // Writes the residual rows, one per block, while the last chunks are multiplied.
@@ -202,7 +205,6 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.context = context;
   step.batch = batch;
   step.rows_of_pass = params.rows;
-  step.layer = params.layer;
   step.gather = params.gather;
   step.has_embedding = first;
   step.normed_residual = first && config.residual == Residual::kNormed;
@@ -218,6 +220,9 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.residual = queries ? static_cast<bf16*>(params.residual) : nullptr;
   step.scratch_k = static_cast<bf16*>(params.scratch_k);
   step.scratch_v = static_cast<bf16*>(params.scratch_v);
+  step.pool_k = static_cast<bf16*>(plan.pool_k[params.layer]);
+  step.pool_v = static_cast<bf16*>(plan.pool_v[params.layer]);
+  shape.release = queries ? Release::kAfterWait : Release::kAtOnce;
   const GemmProblem problem =
       problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
   launch_gemm<QkvStep>(plan, problem, row_begin, shape, step, stream);

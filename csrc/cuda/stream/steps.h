@@ -32,9 +32,13 @@ struct StreamPlan {
   StreamNeeds needs;
   Reduction reduction = Reduction::kOwner;
   bool pdl = true;
-  std::byte* partials = nullptr;       // sums that blocks exchange
-  std::uint32_t* counters = nullptr;   // [tiles], zero between launches
-  std::uint32_t* failed = nullptr;     // [1] nonzero: a block waited in vain for another; results since are void
+  std::byte* partials = nullptr;         // sums that blocks exchange
+  std::uint32_t* counters = nullptr;     // [tiles], zero between launches
+  std::uint32_t* failed = nullptr;       // [1] nonzero: a block waited in vain for another; results since are void
+  const std::int32_t* needed = nullptr;  // where it holds 0 the launch returns at once; null: it always works
+  std::int32_t* drafting = nullptr;      // [steps] raised by select, with launch_head_merge
+  void* const* pool_k = nullptr;         // [layers], host memory: the draft's prefix KV
+  void* const* pool_v = nullptr;
   const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
@@ -63,14 +67,20 @@ void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineC
                  const DraftBatch* batch, cudaStream_t stream);
 void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineContext& context, const DraftBatch* batch,
                 cudaStream_t stream);
+// Whether launch_attention runs there. It must follow launch_qkv of the same pass and layer.
+[[nodiscard]] bool attends(const DeviceLimits& device, int head_dim);
 void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context,
                       const DraftBatch* batch, cudaStream_t stream);
 // o_proj and down.
 void launch_projection(const StreamPlan& plan, const ProjectionParams& params, cudaStream_t stream);
 void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context,
                     cudaStream_t stream);
-// Sampling::kGreedy only; writes LaneState::top_scores and top_ids, marks lanes whose logits are not finite.
-void launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
-                 const DraftBatch* batch, cudaStream_t stream);
+// Sampling::kGreedy only. What the blocks found; returns their number.
+[[nodiscard]] int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
+                              cudaStream_t stream);
+// Puts that together: writes LaneState::top_scores and top_ids, marks lanes whose logits are not finite. With `select`,
+// which a chain (topk 1) may give, select_lane as well; null: select follows.
+void launch_head_merge(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                       const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
 
 }  // namespace eaglex::stream

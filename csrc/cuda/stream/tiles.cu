@@ -61,7 +61,7 @@ __global__ void retile_kernel(RetileArgs args) {
 
 }  // namespace
 
-void retile(std::span<const TensorView> parts, const TileOrder& order, void* tiles, cudaStream_t stream) {
+void retile(std::span<const Matrix> parts, const TileOrder& order, void* tiles, cudaStream_t stream) {
   expect_range("parts", static_cast<long long>(parts.size()), 1, 3);
   RetileArgs args{};
   args.num_parts = static_cast<int>(parts.size());

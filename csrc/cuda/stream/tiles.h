@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <span>
 
-#include "core/tensor.h"
+#include "core/weights.h"
 #include "cuda/stream/config.h"
 
 namespace eaglex::stream {
@@ -44,6 +44,6 @@ struct TileOrder {
 
 // Reorders row-major 16-bit matrices [n_i, K] that are read together into `tiles`. Runs on `stream`; the originals may
 // be freed once it has. Throws kShape or kConfig where the parts do not fit the order.
-void retile(std::span<const TensorView> parts, const TileOrder& order, void* tiles, cudaStream_t stream);
+void retile(std::span<const Matrix> parts, const TileOrder& order, void* tiles, cudaStream_t stream);
 
 }  // namespace eaglex::stream

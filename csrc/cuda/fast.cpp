@@ -1,0 +1,235 @@
+// What can be streamed, tiles and workspace, and each step as its launches.
+#include "cuda/fast.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "cuda/stream/check.h"
+#include "cuda/stream/steps.h"
+
+namespace eaglex::cuda {
+namespace {
+
+using stream::kKMultiple;
+using stream::kMaxTokens;
+
+constexpr int kOldest = 90;  // bulk copies and programmatic dependent launch
+
+bool wants_plain() {
+  const char* const chain = std::getenv("EAGLEX_CHAIN");
+  if (chain == nullptr || std::strcmp(chain, "fast") == 0) return false;
+  expect(std::strcmp(chain, "plain") == 0, ErrorCode::kConfig, "EAGLEX_CHAIN", "plain or fast", chain);
+  return true;
+}
+
+bool aligned(const TensorView& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
+}
+
+std::int64_t rows_of(const Linear& linear) {
+  std::int64_t rows = 0;
+  for (int i = 0; i < linear.num_parts; ++i) rows += linear.parts[i].shape[0];
+  return rows;
+}
+
+// The three kinds of matrix differ in how many are read together.
+stream::TileOrder order_of(const Linear& linear, const DraftConfig& config) {
+  return linear.num_parts == 3   ? stream::qkv_order(config)
+         : linear.num_parts == 2 ? stream::kGateUpOrder
+                                 : stream::kNaturalOrder;
+}
+
+stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
+  const DraftConfig& config = setup.context.config;
+  stream::StreamNeeds needs;
+  for (const Linear& linear : setup.weights) {
+    needs.max_rows = std::max(needs.max_rows, static_cast<int>(rows_of(linear)));
+    needs.max_k = std::max(needs.max_k, static_cast<int>(linear.parts[0].shape[1]));
+  }
+  needs.max_segments = std::max(2, config.num_aux);
+  needs.topk = setup.context.speculation.topk;
+  needs.num_kv_heads = config.num_kv_heads;
+  needs.group = config.num_heads / config.num_kv_heads;
+  needs.head_dim = config.head_dim;
+  return needs;
+}
+
+class StreamChain final : public FastChain {
+ public:
+  explicit StreamChain(const Setup& setup)
+      : context_(setup.context),
+        batch_(setup.batch),
+        pool_k_(setup.pool_k.begin(), setup.pool_k.end()),
+        pool_v_(setup.pool_v.begin(), setup.pool_v.end()),
+        attends_(stream::attends(stream::current_device(), context_.config.head_dim)) {
+    const stream::DeviceLimits device = stream::current_device();
+    const stream::StreamNeeds needs = needs_of(setup);
+    for (const Linear& linear : setup.weights) {
+      const bool is_fc = linear.num_parts == 1 && linear.parts[0].shape[1] == context_.config.aux_width();
+      for (int i = 0; i < linear.num_parts && !is_fc; ++i) {
+        if (linear.num_parts < 3 || i == 0) only_skinny_.insert(linear.parts[i].data);
+      }
+      void*& tiles = tiles_[linear.parts[0].data];
+      if (tiles != nullptr) continue;
+      tiles = setup.device(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], 16));
+      stream::retile({linear.parts, static_cast<std::size_t>(linear.num_parts)}, order_of(linear, context_.config),
+                     tiles, nullptr);
+    }
+    plan_ = stream::make_plan(device, needs, setup.device(stream::workspace_bytes(device, needs)));
+    plan_.failed = static_cast<std::uint32_t*>(setup.pinned(sizeof(std::uint32_t)));
+    plan_.drafting = setup.drafting;
+    plan_.pool_k = pool_k_.data();
+    plan_.pool_v = pool_v_.data();
+    stream::check(cudaStreamSynchronize(nullptr), "retile");  // the originals may be freed now
+  }
+
+  // With one layer a prompt is fc and the projections of K and V; the rest sees one row per request.
+  [[nodiscard]] bool reads_original(const void* matrix) const override {
+    const bool frontier_fits = context_.limits.max_batch * context_.speculation.topk <= kMaxTokens;
+    return context_.config.num_layers > 1 || !frontier_fits || !only_skinny_.contains(matrix);
+  }
+
+  void check() const override {
+    if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
+    fail(ErrorCode::kDevice, "streaming kernels: expected all blocks of a launch to run at once, got one that waited ",
+         "for another in vain; EAGLEX_STREAM_REDUCTION=last does without");
+  }
+
+  bool fuse(const FuseParams& params, cudaStream_t to) override {
+    if (!takes(params.rows)) return false;
+    FuseParams launch = params;
+    launch.fc = tiled(params.fc);
+    stream::launch_fuse(plan_for(params.rows), launch, context_, batch_, to);
+    return true;
+  }
+
+  bool qkv(const QkvParams& params, cudaStream_t to) override {
+    if (!takes(params.rows)) return false;
+    QkvParams launch = params;
+    launch.qkv = tiled(params.qkv);
+    // Its own flag is raised by the kernel before it; that of the step before says as well that nobody drafts.
+    Rows before = params.rows;
+    if (before.pass == Pass::kStep) --before.step;
+    stream::launch_qkv(plan_for(before), launch, context_, batch_, to);
+    return true;
+  }
+
+  bool attention(const AttentionParams& params, cudaStream_t to) override {
+    if (!takes(params.rows) || !attends_) return false;
+    stream::launch_attention(plan_for(params.rows), params, context_, batch_, to);
+    return true;
+  }
+
+  bool project(const ProjectionParams& params, cudaStream_t to) override {
+    if (!takes(params.rows)) return false;
+    ProjectionParams launch = params;
+    launch.weight = tiled(params.weight);
+    stream::launch_projection(plan_for(params.rows), launch, to);
+    return true;
+  }
+
+  bool gate_up(const GateUpParams& params, cudaStream_t to) override {
+    if (!takes(params.rows)) return false;
+    GateUpParams launch = params;
+    launch.gate_up = tiled(params.gate_up);
+    stream::launch_gate_up(plan_for(params.rows), launch, context_, to);
+    return true;
+  }
+
+  bool head(const HeadParams& params, cudaStream_t to) override {
+    pending_.reset();
+    if (!takes(params.rows)) return false;
+    HeadParams launch = params;
+    launch.lm_head = tiled(params.lm_head);
+    const int blocks = stream::launch_head(plan_for(params.rows), launch, context_, to);
+    if (context_.speculation.topk == 1) {
+      pending_ = Pending{launch, blocks};
+    } else {
+      stream::launch_head_merge(plan_for(params.rows), launch, blocks, nullptr, context_, batch_, to);
+    }
+    return true;
+  }
+
+  bool select(const SelectParams& params, cudaStream_t to) override {
+    if (!pending_) return false;
+    stream::launch_head_merge(plan_for(pending_->head.rows), pending_->head, pending_->blocks, &params, context_,
+                              batch_, to);
+    pending_.reset();
+    return true;
+  }
+
+ private:
+  struct Pending {
+    HeadParams head;
+    int blocks = 0;
+  };
+
+  [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
+
+  [[nodiscard]] Linear tiled(const Linear& linear) const {
+    Linear with_tiles = linear;
+    with_tiles.prepared = tiles_.at(linear.parts[0].data);
+    return with_tiles;
+  }
+
+  [[nodiscard]] stream::StreamPlan plan_for(const Rows& rows) const {
+    stream::StreamPlan plan = plan_;
+    if (rows.pass == Pass::kExtendLast) plan.needed = plan.drafting;
+    if (rows.pass == Pass::kStep) plan.needed = plan.drafting + rows.step;
+    return plan;
+  }
+
+  EngineContext context_;
+  const DraftBatch* batch_;
+  std::vector<void*> pool_k_, pool_v_;
+  bool attends_;
+  std::unordered_map<const void*, void*> tiles_;  // by where the first part's original lies
+  std::unordered_set<const void*> only_skinny_;   // matrices that a draft of one layer uses on few rows only
+  stream::StreamPlan plan_;
+  std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
+};
+
+}  // namespace
+
+std::string FastChain::refusal(const Setup& setup) {
+  const DraftConfig& config = setup.context.config;
+  const SpeculationConfig& speculation = setup.context.speculation;
+  if (speculation.sampling != Sampling::kGreedy) return "rejection sampling";
+  if (setup.context.kv.dtype != DType::kBF16) return concat("draft_k of ", name_of(setup.context.kv.dtype));
+  for (const Linear& linear : setup.weights) {
+    for (int i = 0; i < linear.num_parts; ++i) {
+      const TensorView& part = linear.parts[i];
+      if (part.dtype != DType::kBF16) return concat("weights of ", name_of(part.dtype));
+      if (!aligned(part)) return "a matrix that is not aligned to 16 bytes";
+      if (part.shape[1] % kKMultiple != 0) return concat("a matrix of ", part.shape[1], " columns");
+    }
+  }
+  for (const int k : {config.hidden_size, config.target_hidden_size}) {
+    if (k % kKMultiple != 0) return concat("hidden size ", k);
+  }
+  if (config.intermediate_size % 8 != 0) return concat("intermediate_size ", config.intermediate_size);
+  if (config.head_dim != 64 && config.head_dim != 96 && config.head_dim != 128 && config.head_dim != 256)
+    return concat("head_dim ", config.head_dim);
+  if (config.rotary_dim % stream::kStripRows != 0) return concat("rotary_dim ", config.rotary_dim);
+  if (config.num_aux > stream::kMaxSegments) return concat(config.num_aux, " auxiliary layers");
+  const int capability = stream::current_device().compute_capability;
+  if (capability < kOldest) return concat("compute capability ", capability / 10, ".", capability % 10);
+  return {};
+}
+
+bool FastChain::reads(const DraftBatch& batch) noexcept {
+  return batch.aux_type == DType::kBF16 && reinterpret_cast<std::uintptr_t>(batch.aux_hidden_states) % 16 == 0 &&
+         batch.aux_stride % 8 == 0;
+}
+
+std::unique_ptr<FastChain> FastChain::make(const Setup& setup) {
+  if (wants_plain() || !refusal(setup).empty()) return nullptr;
+  return std::make_unique<StreamChain>(setup);
+}
+
+}  // namespace eaglex::cuda

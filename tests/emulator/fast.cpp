@@ -1,0 +1,18 @@
+// The emulator has no bulk copies and no dependent launches: every draft takes the plain chain.
+#include "cuda/fast.h"
+
+namespace eaglex::cuda {
+
+std::unique_ptr<FastChain> FastChain::make(const Setup&) {
+  return nullptr;
+}
+
+std::string FastChain::refusal(const Setup&) {
+  return "an emulated device";
+}
+
+bool FastChain::reads(const DraftBatch&) noexcept {
+  return false;
+}
+
+}  // namespace eaglex::cuda
