@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models import make_config, random_weights
 
+from eaglex import doctor
 from eaglex.aux_layers import AuxConvention
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import algorithm, arguments, aux_capture, compat, draft_memory, engine_arguments, options
@@ -35,6 +36,19 @@ def test_options_are_read() -> None:
         max_rows=512,
     )
     assert set(written) == {field for field in Options.__dataclass_fields__ if field != "DEFAULT_ROWS"}
+
+
+def test_doctor_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(options.VARIABLE, '{"drafter": "engine"}')
+    (found,) = doctor.sglang_options()
+    assert found.verdict is doctor.Verdict.OK
+    for name in Options.__dataclass_fields__.keys() - {"DEFAULT_ROWS"}:
+        assert f"{name}=" in found.text, name
+    assert "drafter=engine" in found.text
+    monkeypatch.setenv(options.VARIABLE, '{"drafter": "engines"}')
+    (found,) = doctor.sglang_options()
+    assert found.verdict is doctor.Verdict.FAIL
+    assert "'host' or 'engine'" in found.text
 
 
 WRONG = {

@@ -83,6 +83,12 @@ def _parse(text: str) -> Options:
     return Options(**{name: _READERS[name](name, value) for name, value in values.items()})
 
 
+def shown(chosen: Options) -> str:
+    """All options with their values, in one line."""
+    values = ((field.name, getattr(chosen, field.name)) for field in dataclasses.fields(chosen))
+    return ", ".join(f"{name}={value.value if isinstance(value, enum.Enum) else value}" for name, value in values)
+
+
 def _member(kind: type[enum.Enum]) -> Any:
     def reader(name: str, value: object) -> Any:
         found = next((member for member in kind if member.value == value), None)
