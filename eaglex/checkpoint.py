@@ -169,6 +169,7 @@ def load(
     dtype: torch.dtype | None = None,
     overrides: Mapping[str, object] | None = None,
     revision: str | None = None,
+    held: Mapping[str, torch.Tensor] | None = None,
 ) -> Checkpoint:
     """Load an EAGLE-3 draft of any public Llama-type dialect from a folder or a Hub id `owner/name`.
 
@@ -178,7 +179,8 @@ def load(
     draft shares them. `aux_layer_ids` replaces the config's (output ids unless `convention` says otherwise);
     `convention` alone re-reads the config's. `max_positions` replaces the context length. `dtype` converts the
     weights. `overrides` replaces fields of config.json, dotted names for nested ones, None to remove; it is how to
-    load a checkpoint whose config is known to be wrong.
+    load a checkpoint whose config is known to be wrong. `held` are tensors of the target by their canonical names
+    (embed_tokens, lm_head), in the dtype wanted: where the draft shares them they are taken as they are, not read.
 
     The report goes to the log, level info. Raises CheckpointError (files and tensors) or ConfigError (fields), before
     any weight is read.
@@ -201,7 +203,10 @@ def load(
             f"its target; pass target="
         )
     wanted = dtype or {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[facts.dtype]
-    read = {name: _read(name, info, wanted) for name, info in facts.tensors.items()}
+    given = {name: tensor for name, tensor in (held or {}).items() if name in facts.borrowed}
+    read = {
+        name: given[name] if name in given else _read(name, info, wanted) for name, info in facts.tensors.items()
+    }
     layers = [LayerWeights(**_layer(read, i)) for i in range(facts.config.num_layers)]
     norms = (
         0

@@ -70,6 +70,7 @@ def examine() -> list[Finding]:
         ("gpus", lambda: gpus(probe, shutil.which("nvidia-smi") is not None)),
         ("libraries", lambda: libraries(probe, installed())),
         ("sglang", lambda: sglang(_version("sglang"), plugin_names(), os.environ.get("SGLANG_PLUGINS"))),
+        ("options", sglang_options),
         ("/dev/shm", lambda: [shm(Path("/dev/shm"))]),
         ("environment", environment),
     ]
@@ -377,6 +378,16 @@ def sglang(version: str | None, plugins: list[str], allowed: str | None) -> list
     else:
         findings.append(Finding("plugin", Verdict.OK, f"entry point eaglex in {PLUGIN_GROUP}"))
     return findings
+
+
+def sglang_options() -> list[Finding]:
+    """eaglex's own options in a server, as this environment sets them."""
+    from eaglex.hosts.sglang import options
+
+    try:
+        return [Finding("options", Verdict.OK, f"{options.VARIABLE}: {options.shown(options.read())}")]
+    except ValueError as error:
+        return [Finding("options", Verdict.FAIL, str(error), f"correct or unset {options.VARIABLE}")]
 
 
 def shm(path: Path) -> Finding:

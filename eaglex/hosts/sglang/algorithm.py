@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from eaglex.hosts.sglang import arguments, compat
+from eaglex.hosts.sglang import arguments, compat, options
 
 OWN = ("from_string", "register", "create_worker", "need_topk", "handle_server_args")
 
@@ -21,7 +21,8 @@ def algorithm_class() -> type:
     A predicate is passed on to `SpeculativeAlgorithm.EAGLE3`. Any other function of the enum is borrowed with EAGLEX as
     `self`, because some hand the algorithm on (`create_future_map`). Both cover what a newer host adds. Different are:
     the worker; `need_topk`, since what the next cycle drafts from stays with the worker by request slot, so the host
-    has no top-k and no hidden states to carry from one cycle to the next; and the arguments that are refused.
+    has no top-k and no hidden states to carry from one cycle to the next; `has_draft_kv` with eaglex's engine, which
+    keeps drafted tokens out of the host's slots; and the arguments that are refused.
     """
     enum: Any = compat.symbol("SpeculativeAlgorithm")
     base: Any = compat.symbol("CustomSpecAlgo")
@@ -39,6 +40,7 @@ def algorithm_class() -> type:
         if inspect.isfunction(function) and not name.startswith("_") and name not in OWN
     }
     members["need_topk"] = lambda self: False
+    members["has_draft_kv"] = lambda self: options.read().drafter is options.Drafter.HOST
     members["handle_server_args"] = handle_server_args
     members["__doc__"] = "EAGLEX: EAGLE3 with the draft run right after verification, on its own stream."
     return type("EaglexAlgorithm", (base,), members)
@@ -52,6 +54,10 @@ def register(name: str) -> None:
         name, supports_overlap=True, validate_server_args=arguments.refuse, spec_class=algorithm_class()
     )
     def worker_class(server_args: Any) -> type:
+        if options.read().drafter is options.Drafter.ENGINE:
+            from eaglex.hosts.sglang.engine_worker import EaglexEngineWorker
+
+            return EaglexEngineWorker
         from eaglex.hosts.sglang.worker import EaglexWorker
 
         return EaglexWorker

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
-from eaglex.hosts.sglang import compat
+from eaglex.hosts.sglang import compat, engine_arguments, options
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,11 @@ def refuse(server_args: Any) -> None:
             raise ValueError(
                 f"EAGLEX does not support {refused.option}={value!r} (needs {refused.allowed!r}): {refused.why}."
             )
+    chosen = options.read()
     backend = server_args.speculative_draft_attention_backend
-    if backend not in (None, DRAFT_BACKEND):
+    if chosen.drafter is options.Drafter.ENGINE:
+        engine_arguments.refuse(server_args, chosen)
+    elif backend not in (None, DRAFT_BACKEND):
         raise ValueError(
             f"EAGLEX does not support speculative_draft_attention_backend={backend!r} (needs {DRAFT_BACKEND!r}): "
             "drafted tokens have KV slots of their own, which only a backend that reads a slot per token can follow."
@@ -81,7 +84,15 @@ def draft_architectures(server_args: Any) -> list[str]:
 
 
 def complete(server_args: Any) -> None:
-    """Set what EAGLEX needs and the user left open: the draft's attention backend."""
+    """Set what EAGLEX needs and the user left open: the host's draft needs its attention backend.
+
+    Raises:
+        ValueError: eaglex's engine cannot draft as far as the arguments say; one sentence that names them.
+    """
+    chosen = options.read()
+    if chosen.drafter is options.Drafter.ENGINE:
+        engine_arguments.speculation_of(server_args, chosen)
+        return
     if server_args.speculative_draft_attention_backend is None:
         server_args.speculative_draft_attention_backend = DRAFT_BACKEND
         logger.info("EAGLEX: speculative_draft_attention_backend is set to %r.", DRAFT_BACKEND)

@@ -1,0 +1,65 @@
+"""Server arguments under eaglex's own engine: what is refused beside `arguments.REFUSED`, and how far it drafts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from eaglex.config import Sampling, SpeculationConfig
+from eaglex.errors import ConfigError
+from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
+
+# option, allowed values, why another is refused
+REFUSED: Final = (
+    ("tp_size", (1,), "the engine drafts on one GPU, and does not yet send its drafts to the target's other ranks"),
+    ("enable_memory_saver", (False,), "the draft's memory cannot be released and resumed yet"),
+    ("speculative_draft_model_quantization", (None, "unquant"), "the engine reads unquantised drafts alone"),
+    ("speculative_draft_load_format", (None, "auto", "safetensors"), "eaglex reads the draft's safetensors itself"),
+    ("speculative_draft_attention_backend", (None,), "the engine has its own attention"),
+)
+
+
+def refuse(server_args: Any, options: Options) -> None:
+    """Check the arguments as given, after those that EAGLEX refuses with any draft.
+
+    Raises:
+        ValueError: one sentence that names the option, its value and what would do.
+    """
+    for option, allowed, why in REFUSED:
+        value = getattr(server_args, option)
+        if value not in allowed:
+            needed = " or ".join(repr(one) for one in allowed)
+            raise ValueError(f"EAGLEX does not support {option}={value!r} (needs {needed}): {why}.")
+    if options.placement is not Placement.RANK0:
+        raise ValueError(
+            f"EAGLEX does not support {VARIABLE} placement={options.placement.value!r} (needs 'rank0'): there is no "
+            "drafter on a GPU of its own yet."
+        )
+
+
+def speculation_of(server_args: Any, options: Options) -> SpeculationConfig:
+    """How far to draft, from the host's own flags after it has completed them.
+
+    Raises:
+        ValueError: a flag is out of the engine's range; it names the flag.
+    """
+    try:
+        return SpeculationConfig(
+            num_steps=server_args.speculative_num_steps,
+            topk=server_args.speculative_eagle_topk,
+            num_draft_tokens=server_args.speculative_num_draft_tokens,
+            sampling=Sampling.GREEDY,
+            stop_below=options.stop_below,
+        )
+    except ConfigError as error:
+        flags = ", ".join(
+            f"{name}={getattr(server_args, name)}"
+            for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        )
+        raise ValueError(f"EAGLEX cannot draft with {flags}: {error}.") from error
+
+
+def max_rows_of(server_args: Any, options: Options, *, max_batch: int, num_draft_tokens: int) -> int:
+    """Rows of one launch: a whole verification fits always, a prompt in several launches where it is longer."""
+    chunk = server_args.chunked_prefill_size or 0
+    wanted = options.max_rows or (min(chunk, options.DEFAULT_ROWS) if chunk > 0 else options.DEFAULT_ROWS)
+    return max(wanted, max_batch * num_draft_tokens)

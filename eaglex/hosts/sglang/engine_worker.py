@@ -1,0 +1,170 @@
+"""The worker with eaglex's own engine: EAGLEX_OPTIONS='{"drafter": "engine"}'.
+
+One forward: join the last draft; turn the drafts of the batch's slots into the verifier's input and verify (or
+prefill); publish the lengths; fork the next draft. When it is enqueued is what `worker.py` has settled: with overlapped
+scheduling at the next forward's top, else before the forward returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaglex.errors import ConfigError
+from eaglex.hosts.sglang import compat, hooks, options
+from eaglex.hosts.sglang.engine_draft import EngineDraft
+from eaglex.hosts.sglang.stream import DraftStream, Fence, Work
+from eaglex.hosts.sglang.translate import Prefilled, Verified, unfinished_of
+
+logger = logging.getLogger(__name__)
+_Base: Any = compat.symbol("BaseSpecWorker")
+KEPT = "EAGLEX: the target's weights are updated; the draft keeps its own, and what it shares is renewed."
+
+
+class EaglexEngineWorker(_Base):  # type: ignore[misc]
+    """Drafts with eaglex's engine on the target's GPU; verifies with the host's own code."""
+
+    def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self.server_args, self.gpu_id, self.ps = server_args, gpu_id, ps
+        self.device = server_args.device
+        self.topk = server_args.speculative_eagle_topk
+        self.speculative_num_steps = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
+        self._target_worker = target_worker
+        algorithm = compat.symbol("SpeculativeAlgorithm").from_string(server_args.speculative_algorithm)
+        device = torch.device(self.device, gpu_id) if self.device == "cuda" else torch.device(self.device)
+        self._draft_worker = EngineDraft(
+            server_args, options.read(), target_worker=target_worker, device=device, algorithm=algorithm
+        )
+        self._stream = DraftStream(device)
+        self._fence = Fence()
+        manager = compat.symbol("SchedulerWeightUpdaterManager")
+        hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
+        for name in hooks.UPDATES:
+            hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
+        logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
+
+    @property
+    def war_fastpath_runner(self) -> Fence:
+        """What holds the event after which the host may write shared buffers again."""
+        return self._fence
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        rows = req_to_token_pool.size
+        self._no_topk_p = torch.zeros((rows, 1), dtype=torch.float32, device=self.device)
+        self._no_topk_index = torch.zeros((rows, 1), dtype=torch.int64, device=self.device)
+
+    def forward_batch_generation(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
+        """Verify the drafts of the batch, or prefill it, and fork the next draft.
+
+        `on_publish(new_seq_lens)` is called where the lengths are known; it is None when the host schedules without
+        overlap.
+        """
+        self._stream.join()
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            result, draft, inputs = self._prefill(batch)
+        else:
+            result, draft, inputs = self._verify(batch, grammar_barrier)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        self._fence.publish(ready)
+        self._stream.fork(Work(run=draft, ready=ready, inputs=inputs))
+        if on_publish is None:  # the host waits for the lengths before it goes on
+            self._stream.launch()
+        return result
+
+    def _prefill(self, batch: Any) -> tuple[Any, Callable[[], None], Any]:
+        mode = compat.symbol("CaptureHiddenMode").FULL
+        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = self._relayed(result.next_token_ids)
+        prefilled = Prefilled(
+            hidden_states=self._checked(result.logits_output.hidden_states),
+            input_ids=batch.input_ids,
+            next_token_ids=result.next_token_ids,
+            req_pool_indices=batch.req_pool_indices,
+            out_cache_loc=batch.out_cache_loc,
+            extend_lens=list(batch.extend_lens),
+            prefix_lens=list(batch.prefix_lens),
+            unfinished=unfinished_of(batch),
+        )
+        return result, functools.partial(self._draft_worker.draft_prefilled, prefilled), prefilled
+
+    def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[], None], Any]:
+        batch.spec_info = self._draft_worker.draft(batch)
+        result = self.verify(batch, grammar_barrier)
+        result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
+        verified = Verified(
+            hidden_states=self._checked(result.logits_output.hidden_states),
+            next_token_ids=result.next_token_ids,
+            accept_lens=result.accept_lens,
+            seq_lens=batch.seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            out_cache_loc=batch.out_cache_loc,
+        )
+        return result, functools.partial(self._draft_worker.draft_verified, verified), verified
+
+    def verify(self, batch: Any, grammar_barrier: Any = None) -> Any:
+        """The host's verification of `batch.spec_info`."""
+        return compat.symbol("run_eagle_verify")(
+            batch,
+            target_worker=self.target_worker,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            plan_stream=None,  # a third stream would not be ordered
+            plan_stream_ctx=contextlib.nullcontext(),
+            topk=self.topk,
+            num_steps=self.speculative_num_steps,
+            num_draft_tokens=self.speculative_num_draft_tokens,
+            device=self.device,
+            metadata_ready_pre_pad=False,
+            finalize_tree_path=True,
+            grammar_barrier=grammar_barrier,
+        )
+
+    def _checked(self, hidden_states: Tensor | None) -> Tensor:
+        """The auxiliary hidden states, if they are as wide as the draft's `fc` reads them."""
+        width = self._draft_worker.config.aux_width
+        if hidden_states is None or hidden_states.shape[1] != width:
+            got = None if hidden_states is None else list(hidden_states.shape)
+            raise ConfigError(
+                f"hidden_states: expected [rows, {width}] of layers {list(self._draft_worker.output_ids)}, got {got}: "
+                "the target does not capture them all."
+            )
+        return hidden_states
+
+    def _relayed(self, bonus_tokens: Tensor) -> Any:
+        """What the host carries to the next cycle: bonus tokens, and top-k columns that it slices and nobody reads."""
+        rows = bonus_tokens.shape[0]
+        return compat.symbol("EagleDraftInput")(
+            bonus_tokens=bonus_tokens, topk_p=self._no_topk_p[:rows], topk_index=self._no_topk_index[:rows]
+        )
+
+    def clear_cache_pool(self) -> None:
+        """The host flushes: no draft runs any more, and none is remembered."""
+        self._stream.drain()
+        self._draft_worker.forget()
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """The host has updated its target; what is shared is renewed when it is done."""
+        return True, KEPT
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        """As `update_weights_from_disk`."""
+        return True, KEPT
+
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        """The host leaves the target to the worker here."""
+        return self.target_worker.update_weights_from_tensor(recv_req)

@@ -1,0 +1,32 @@
+"""Calls of ours around methods of the host that have no hook of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+# of the host's SchedulerWeightUpdaterManager: all ways to change a target's weights
+UPDATES: Final = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+def nothing() -> None:
+    """The default of both actions."""
+
+
+def around(owner: Any, name: str, *, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing) -> None:
+    """Replace `owner.name` by itself with two actions around it; `after` runs only where it returned."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        before()
+        result = original(self, *arguments, **options)
+        after()
+        return result
+
+    setattr(owner, name, wrapped)

@@ -1,0 +1,131 @@
+"""eaglex's own options in a server: one JSON object in the variable `EAGLEX_OPTIONS`, read by every process.
+
+    EAGLEX_OPTIONS='{"drafter": "engine"}' python -m sglang.launch_server --speculative-algorithm EAGLEX ...
+
+SGLang's own `--speculative-*` flags keep their meaning and are not repeated here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+from eaglex.aux_layers import AuxConvention
+from eaglex.errors import ConfigError
+
+VARIABLE = "EAGLEX_OPTIONS"
+
+
+class Drafter(enum.Enum):
+    """HOST: SGLang's own draft model, run early: what eaglex is compared with. ENGINE: eaglex's engine."""
+
+    HOST = "host"
+    ENGINE = "engine"
+
+
+class Placement(enum.Enum):
+    """Who drafts: one of the target's GPUs, or a further one."""
+
+    RANK0 = "rank0"
+    DEDICATED = "dedicated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options, each with its default.
+
+    drafter: which draft model runs. placement: where. aux_layer_ids, convention: the target's layers that feed the
+    draft, where its config is wrong or silent (docs/checkpoints.md). stop_below: as in SpeculationConfig. max_rows:
+    rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
+    chunk size, at most DEFAULT_ROWS.
+    """
+
+    DEFAULT_ROWS: ClassVar[int] = 4096
+
+    drafter: Drafter = Drafter.HOST
+    placement: Placement = Placement.RANK0
+    aux_layer_ids: tuple[int, ...] | None = None
+    convention: AuxConvention | None = None
+    stop_below: float = 0.0
+    max_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stop_below < 1:
+            _fail("stop_below", "a number in [0, 1)", self.stop_below)
+        if self.max_rows < 0:
+            _fail("max_rows", "an integer >= 0", self.max_rows)
+
+
+def read(environment: Mapping[str, str] | None = None) -> Options:
+    """The options of this process. ConfigError names a field that is unknown or holds something else."""
+    return _parse((os.environ if environment is None else environment).get(VARIABLE, "").strip())
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(text: str) -> Options:
+    if not text:
+        return Options()
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{VARIABLE}: expected a JSON object, got {text!r} ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{VARIABLE}: expected a JSON object, got {text!r}")
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{VARIABLE}: expected {', '.join(known)}, got {name!r}")
+    return Options(**{name: _READERS[name](name, value) for name, value in values.items()})
+
+
+def shown(chosen: Options) -> str:
+    """All options with their values, in one line."""
+    values = ((field.name, getattr(chosen, field.name)) for field in dataclasses.fields(chosen))
+    return ", ".join(f"{name}={value.value if isinstance(value, enum.Enum) else value}" for name, value in values)
+
+
+def _member(kind: type[enum.Enum]) -> Any:
+    def reader(name: str, value: object) -> Any:
+        found = next((member for member in kind if member.value == value), None)
+        if found is None:
+            _fail(name, " or ".join(repr(member.value) for member in kind), value)
+        return found
+
+    return reader
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
+        _fail(name, "a list of integers", value)
+    return tuple(value)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _fail(name, "a number", value)
+    return float(value)
+
+
+def _integer(name: str, value: object) -> int:
+    if type(value) is not int:
+        _fail(name, "an integer", value)
+    return value
+
+
+def _fail(name: str, expected: str, actual: object) -> NoReturn:
+    raise ConfigError(f"{VARIABLE}: {name}: expected {expected}, got {actual!r}")
+
+
+_READERS: dict[str, Any] = {
+    "drafter": _member(Drafter),
+    "placement": _member(Placement),
+    "aux_layer_ids": _ids,
+    "convention": _member(AuxConvention),
+    "stop_below": _number,
+    "max_rows": _integer,
+}

@@ -1,0 +1,229 @@
+"""Stand-ins for what the worker with eaglex's engine takes from SGLang: fake_engine_host.py drives it among them.
+
+They take what 0.5.17's classes take; test_sglang_engine_contract.py reads the real ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_host
+import torch
+from fake_host import LOG, Hidden, Mode, Result
+from torch import Tensor
+
+TINY = Path(__file__).parent.parent.parent / "models" / "tiny"
+CONTEXT = 96
+
+
+class TreeMaskMode(enum.IntEnum):
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+@dataclass
+class VerifyMask:
+    buffer: Tensor
+    mode: TreeMaskMode
+    max_bs: int
+
+    def fits(self, bs: int) -> bool:
+        return bs <= self.max_bs
+
+
+@dataclass
+class EagleVerifyInput:
+    draft_token: Tensor
+    custom_mask: Tensor
+    positions: Tensor
+    retrieve_index: Tensor
+    retrieve_next_token: Tensor
+    retrieve_next_sibling: Tensor
+    retrieve_cum_len: Any
+    spec_steps: int
+    topk: int
+    draft_token_num: int
+    capture_hidden_mode: Any
+    seq_lens_sum: Any
+    seq_lens_cpu: Any
+    draft_probs: Any = None
+
+
+@dataclass
+class Batch:
+    """The fields of a ScheduleBatch that the worker reads or sets."""
+
+    reqs: list[Any]
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    forward_mode: Mode = Mode.DECODE
+    spec_info: Any = None
+    input_ids: Tensor | None = None
+    out_cache_loc: Tensor | None = None
+    extend_lens: list[int] | None = None
+    prefix_lens: list[int] | None = None
+    chunked_req: Any = None
+    chunked_req_next_prompt_token: int | None = None
+    is_extend_in_batch: bool = False
+    seq_lens_sum: int | None = None
+
+
+class BaseSpecWorker:
+    """As base_spec_worker.py has it, in what this worker inherits."""
+
+    def __init__(self) -> None:
+        self._additional_graph_memory_usage: dict[str, float] = {}
+        self._additional_graph_time_usage: dict[str, float] = {}
+
+    target_worker = property(lambda self: self._target_worker)
+    draft_worker = property(lambda self: self._draft_worker)
+    weight_load_time = property(lambda self: self.draft_worker.weight_load_time)
+    graph_memory_usage = property(lambda self: dict(self.draft_worker.graph_memory_usage))
+    graph_time_usage = property(lambda self: dict(self.draft_worker.graph_time_usage))
+    spec_v2_attn_backends = property(lambda self: (self.target_worker.model_runner.attn_backend,))
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        self.draft_worker.alloc_memory_pool(
+            memory_pool_config=memory_pool_config,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        )
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+
+    def init_attention_backends(self) -> None:
+        self.draft_worker.init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        self.draft_worker.init_cuda_graphs()
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        pass
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        pass
+
+
+class TargetModel(torch.nn.Module):
+    """The tiny target's embedding and head, padded as the host pads them, and its list of captured layers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        from safetensors.torch import load_file
+
+        found = load_file(TINY / "target" / "model.safetensors")
+        pad = torch.full((64, found["model.embed_tokens.weight"].shape[1]), math.nan)
+        self.embed = torch.cat((found["model.embed_tokens.weight"].to(dtype), pad.to(dtype)))
+        self.head = torch.cat((found["lm_head.weight"].to(dtype), pad.to(dtype)))
+        self.inner = torch.nn.Module()
+        self.inner.layers_to_capture = []
+
+    def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
+        return self.embed, self.head
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
+        self.inner.layers_to_capture = [i + 1 for i in layer_ids]
+
+
+class WeightUpdater:
+    """The methods that a worker wraps."""
+
+    def _step(self, name: str) -> str:
+        LOG.append(name)
+        return name
+
+    def release_memory_occupation(self, recv_req: Any) -> str:
+        return self._step("release")
+
+    def update_weights_from_disk(self, recv_req: Any) -> str:
+        return self._step("update")
+
+    update_weights_from_distributed = update_weights_from_tensor = update_weights_from_ipc = update_weights_from_disk
+
+
+class PoolConfigurator:
+    def _compute_cell_size(self, kvc: Any, num_layers: int) -> int:
+        return 1000
+
+
+class DraftInput(fake_host.DraftInput):
+    pass
+
+
+@dataclass
+class Setting:
+    """One server: the host's flags and where its attention backend keeps masks."""
+
+    topk: int = 1
+    steps: int = 3
+    nodes: int = 4
+    slots: int = 4
+    page_size: int = 1
+    pool: int = 1024
+    overlap: bool = True
+    graphs: bool = True
+    mask: TreeMaskMode | None = TreeMaskMode.FULL_MASK
+    mask_fits: bool = True
+    max_rows: int = 0
+    dtype: torch.dtype = torch.float32
+    draft: Path = TINY / "draft"
+
+
+class TargetWorker:
+    """Answers a prefill with what the host's model has prepared."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.answer: Result | None = None
+        buffer = None
+        if setting.mask is not None:
+            rows = setting.slots if setting.mask_fits else 0
+            cells = {
+                TreeMaskMode.FULL_MASK: setting.nodes * (CONTEXT + 40 + setting.nodes),
+                TreeMaskMode.QLEN_ONLY: setting.nodes**2,
+                TreeMaskMode.QLEN_ONLY_BITPACKING: setting.nodes,
+            }[setting.mask]
+            packed = {1: torch.uint8, 2: torch.uint16}[-(-setting.nodes // 8)]
+            dtype = packed if setting.mask is TreeMaskMode.QLEN_ONLY_BITPACKING else torch.bool
+            buffer = VerifyMask(torch.zeros(max(rows, 1) * cells, dtype=dtype), setting.mask, rows)
+        self.model_config = SimpleNamespace(
+            vocab_size=2048, hidden_size=256, context_len=CONTEXT, dtype=setting.dtype, model_is_mrope=False,
+            spec_hidden_size=256,
+        )  # fmt: skip
+        self.model_runner = SimpleNamespace(
+            model=TargetModel(setting.dtype),
+            model_config=self.model_config,
+            is_hybrid_swa=False,
+            spec_aux_config=SimpleNamespace(
+                eagle_use_aux_hidden_state=True, eagle_draft_num_layers=1, eagle_aux_hidden_state_layer_ids=None
+            ),
+            attn_backend=SimpleNamespace(verify_mask=buffer, max_context_len=CONTEXT + 40),
+            token_to_kv_pool=SimpleNamespace(post_capture_active=False),
+        )
+
+    def forward_batch_generation(self, batch: Batch, capture_hidden_mode: Any) -> Result | None:
+        LOG.append(f"prefill on {fake_host.Stream.current.name}")
+        assert capture_hidden_mode is Hidden.FULL
+        return self.answer
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        LOG.append("target's tensors")
+        return True, "updated"
+
+
+class Algorithm:
+    @staticmethod
+    def from_string(name: str) -> Algorithm:
+        return Algorithm()
+
+    def is_standalone(self) -> bool:
+        return False
+
+
