@@ -4,6 +4,7 @@
 #include "cuda/stream/attention.h"
 #include "cuda/stream/launch.cuh"
 #include "cuda/stream/place.cuh"
+#include "cuda/stream/steps.h"
 
 namespace eaglex::stream {
 

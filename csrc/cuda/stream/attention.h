@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "cuda/stream/steps.h"
+#include "cuda/stream/config.h"
 
 namespace eaglex::stream {
 
@@ -45,9 +45,9 @@ struct AttentionGrid {
 [[nodiscard]] inline std::size_t attention_counter_bytes(const DeviceLimits& device) {
   return static_cast<std::size_t>(4 * slots_of(device)) * sizeof(std::uint32_t) / 256 * 256 + 256;
 }
-[[nodiscard]] inline std::size_t attention_partial_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
+[[nodiscard]] inline std::size_t attention_partial_bytes(const DeviceLimits& device, int head_dim) {
   return attention_counter_bytes(device) +
-         static_cast<std::size_t>(4 * slots_of(device)) * attention_slot_floats(needs.head_dim) * sizeof(float);
+         static_cast<std::size_t>(4 * slots_of(device)) * attention_slot_floats(head_dim) * sizeof(float);
 }
 
 }  // namespace eaglex::stream

@@ -60,6 +60,13 @@ inline constexpr int kSmallKernelBytes = 4096;  // and at most 4096 registers
   return kBlocksPerSm * device.num_sms;
 }
 
+// The dim of a head that row `row` of its rotary tiles holds (tiles.h).
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int rotary_dim_at(int row, int rotary_dim) {
+  if (row >= rotary_dim) return row;
+  const int dim = row / kStripRows * 8 + row % 8;
+  return row % kStripRows < 8 ? dim : dim + rotary_dim / 2;
+}
+
 // Rows of W per tile: more rows read the activations less often, fewer spread a small matrix more evenly.
 [[nodiscard]] constexpr int tile_rows_for(int token_tiles) {
   return token_tiles <= 2 ? 64 : 128;

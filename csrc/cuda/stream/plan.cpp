@@ -38,7 +38,7 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.head_keys = workspace.take<std::uint64_t>(blocks * kMaxTokens * static_cast<std::size_t>(needs.topk));
   plan.head_stats = workspace.take<float2>(blocks * kMaxTokens);
-  plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs));
+  plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs.head_dim));
   return plan;
 }
 

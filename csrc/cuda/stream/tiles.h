@@ -29,13 +29,6 @@ struct TileOrder {
   int rotary_dim = 0;  // kRotary; a multiple of 16
 };
 
-// The dim of a head that row `row` of its tiles holds.
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int rotary_dim_at(int row, int rotary_dim) {
-  if (row >= rotary_dim) return row;
-  const int dim = row / kStripRows * 8 + row % 8;
-  return row % kStripRows < 8 ? dim : dim + rotary_dim / 2;
-}
-
 // Bytes of the tiles of [rows, k] in a type of `bits`; rows padded to 128.
 [[nodiscard]] constexpr std::size_t tile_bytes(std::int64_t rows, std::int64_t k, int bits) {
   return static_cast<std::size_t>((rows + kPaddedRows - 1) / kPaddedRows * kPaddedRows) * static_cast<std::size_t>(k) *

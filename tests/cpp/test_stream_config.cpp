@@ -1,25 +1,21 @@
-// The cut of the streaming kernels, checked without a GPU. Plain main: exits nonzero and names what failed.
-//   nvcc -std=c++20 -Icsrc -o stream_config bench/stream_config.cu csrc/cuda/stream/config.cpp && ./stream_config
-#include "cuda/stream/config.h"
+// How the streaming kernels are cut for a device: arithmetic of the host, so it is checked without a GPU.
+#include <doctest/doctest.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <string>
 #include <vector>
 
 #include "core/error.h"
 #include "cuda/stream/attention.h"
-#include "cuda/stream/tiles.h"
+#include "cuda/stream/config.h"
 
-namespace eaglex::stream {
+using namespace eaglex;
+using namespace eaglex::stream;
+
 namespace {
 
-int failures = 0;
-
 void require(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::fprintf(stderr, "FAILED %s\n", what.c_str());
+  CHECK_MESSAGE(condition, what);
 }
 
 struct NamedDevice {
@@ -32,7 +28,7 @@ const NamedDevice kDevices[] = {{"A100", {108, 164 << 10, 163 << 10, 80}},
                                 {"B200", {148, 228 << 10, 227 << 10, 100}},
                                 {"RTX PRO 6000", {188, 100 << 10, 99 << 10, 120}}};
 
-void check_split() {
+TEST_CASE("split_of: even, without gaps") {
   for (const int grid : {1, 3, 108, 132, 188}) {
     for (const int units : {188, 189, 500, 16000, 286720}) {
       const Split split = split_of(units, grid);
@@ -43,7 +39,7 @@ void check_split() {
         require(begin == covered && end - begin <= units / grid + 1, "the split is even and without gaps");
         covered = end;
         for (int unit = begin; unit < end; ++unit) {
-          if (split.block_of(unit) != block) return require(false, "block_of is the inverse of first");
+          if (split.block_of(unit) != block) FAIL("block_of is the inverse of first");
         }
       }
       require(covered == units, "the split covers all units");
@@ -51,7 +47,7 @@ void check_split() {
   }
 }
 
-void check_slots() {
+TEST_CASE("slots: two blocks and a small kernel per SM, never three") {
   for (const NamedDevice& device : kDevices) {
     const int block = slot_bytes(device.limits) + kReservedPerBlock;
     const int all = device.limits.shared_per_sm;
@@ -61,7 +57,7 @@ void check_slots() {
   }
 }
 
-void check_configs() {
+TEST_CASE("configure: tiles, stages and slots on every device") {
   for (const NamedDevice& device : kDevices) {
     for (const int tokens : {1, 8, 9, 16, 17, 32, 33, 64}) {
       for (const bool is_head : {true, false}) {
@@ -95,7 +91,7 @@ void check_configs() {
   require(refused, "k = 100 is refused by name");
 }
 
-void check_rotary_order() {
+TEST_CASE("rotary_dim_at: every dim once, partners in one strip") {
   for (const int head_dim : {64, 96, 128, 256}) {
     for (int rotary = 0; rotary <= head_dim; rotary += 16) {
       std::vector<int> dims;
@@ -110,7 +106,7 @@ void check_rotary_order() {
   }
 }
 
-void check_attention() {
+TEST_CASE("attention_grid: every query row has a task") {
   for (const NamedDevice& device : kDevices) {
     for (int rows = 1; rows <= kMaxTokens; ++rows) {
       for (const int width : {1, 4, 16}) {
@@ -124,14 +120,3 @@ void check_attention() {
 }
 
 }  // namespace
-}  // namespace eaglex::stream
-
-int main() {
-  eaglex::stream::check_split();
-  eaglex::stream::check_slots();
-  eaglex::stream::check_configs();
-  eaglex::stream::check_rotary_order();
-  eaglex::stream::check_attention();
-  if (eaglex::stream::failures == 0) std::puts("stream_config: all right");
-  return eaglex::stream::failures == 0 ? 0 : 1;
-}
