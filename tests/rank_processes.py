@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 # Machines that run tests beside other work are slow; a hang is found by the deadlines that are tested, not by this.
@@ -71,6 +72,9 @@ class Ranks:
             return process
         code = 70
         try:
+            # torch's first call of this kind after a fork replaces its thread pool. Here there is one thread; left to
+            # the threads that load weights, one of them can meet no pool at all ("Invalid thread pool!").
+            torch.set_num_threads(1)
             for number, stream in ((1, "out"), (2, "err")):
                 file = os.open(self.folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(file, number)
