@@ -31,8 +31,9 @@ from eaglex.engine import (
     _fields,
     _fill,
     _speculation,
+    _verify_tensors,
 )
-from eaglex.errors import BridgeError, ConfigError, EaglexError
+from eaglex.errors import BridgeError, ConfigError, EaglexError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +62,7 @@ class BridgeOptions:
     deadline: float = 60.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not 0 < getattr(self, field.name) < float("inf"):
-                raise ConfigError(f"{field.name}: expected > 0 and finite, got {getattr(self, field.name)}")
+        _check_seconds(self)
 
 
 class Members:
@@ -120,7 +119,7 @@ class Members:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             except RuntimeError:
                 missing = []
-            reason = next(iter(str(error).strip().splitlines()), "")
+            reason = first_line(error)
             who = f"none from rank {', '.join(map(str, missing))}" if missing else f"an end of the store: {reason}"
             raise BridgeError(f"{name}: expected word from all ranks within {self.deadline:g} s, got {who}") from error
 
@@ -152,9 +151,7 @@ class LinkOptions:
     rejoin_after: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, low in (("deadline", 0.0), ("rejoin_after", 0.0)):
-            if not low < getattr(self, name) < float("inf"):
-                raise ConfigError(f"drafter {name}: expected > 0 and finite, got {getattr(self, name)}")
+        _check_seconds(self, "drafter ")
 
 
 class Bridge:
@@ -178,14 +175,9 @@ class Bridge:
         binary = _extension()
         self.rank, self.num_ranks = members.rank, members.num_ranks
         self.speculation, self.limits, self.vocab_size, self.results = speculation, limits, vocab_size, results
-        self._tensors = _fill(
-            binary.FollowerTensors(),
-            draft_tokens=results.draft_tokens,
-            parents=results.parents,
-            num_nodes=results.num_nodes,
-            drafted_for=results.drafted_for,
-        )
-        self._tensors.check(_speculation(binary, speculation), _fill(binary.EngineLimits(), **_fields(limits)))
+        self._tensors = _follower_tensors(binary, results)
+        self._limits = _fill(binary.EngineLimits(), **_fields(limits))
+        self._tensors.check(_speculation(binary, speculation), self._limits)
         terms = {
             "num_ranks": self.num_ranks,
             "max_lanes": limits.max_batch,
@@ -281,7 +273,7 @@ class Follower:
         self._binary, self._bridge = binary, bridge
         self._follower = binary.DraftFollower(
             speculation=_speculation(binary, bridge.speculation),
-            limits=_fill(binary.EngineLimits(), **_fields(bridge.limits)),
+            limits=bridge._limits,
             vocab_size=bridge.vocab_size,
             tensors=bridge._tensors,
         )
@@ -290,10 +282,8 @@ class Follower:
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
     ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order."""
-        fields = _fields(out)
-        fields["mask_mode"] = getattr(self._binary.MaskMode, out.mask_mode.name)
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        self._follower.tree(_fill(self._binary.VerifyTensors(), **fields, **ids))
+        self._follower.tree(_verify_tensors(self._binary, out, ids))
 
 
 class DrafterClient:
@@ -306,7 +296,7 @@ class DrafterClient:
             bridge._group,
             config=_config(binary, config, 1.0),
             speculation=_speculation(binary, bridge.speculation),
-            limits=_fill(binary.EngineLimits(), **_fields(bridge.limits)),
+            limits=bridge._limits,
             deadline=options.deadline,
             rejoin_after=options.rejoin_after,
         )
@@ -335,14 +325,7 @@ class DrafterServer:
         binary = _extension()
         self._group, self._engine = group, engine
         self._server = binary.DrafterServer(group)
-        results = engine.results
-        self._results = _fill(
-            binary.FollowerTensors(),
-            draft_tokens=results.draft_tokens,
-            parents=results.parents,
-            num_nodes=results.num_nodes,
-            drafted_for=results.drafted_for,
-        )
+        self._results = _follower_tensors(binary, engine.results)
 
     def serve(self, wait: float) -> bool:
         """Answer one request; False if none came within `wait` seconds. Raises BridgeError once rank 0 is gone."""
@@ -377,6 +360,23 @@ def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServe
     rank = invitation.terms["num_ranks"]
     group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
     return DrafterServer(group, engine)
+
+
+def _follower_tensors(binary: Any, results: DraftResults) -> Any:
+    """What the bridge sends and fills of a rank's results."""
+    return _fill(
+        binary.FollowerTensors(),
+        draft_tokens=results.draft_tokens,
+        parents=results.parents,
+        num_nodes=results.num_nodes,
+        drafted_for=results.drafted_for,
+    )
+
+
+def _check_seconds(options: Any, whose: str = "") -> None:
+    for field in dataclasses.fields(options):
+        if not 0 < getattr(options, field.name) < float("inf"):
+            raise ConfigError(f"{whose}{field.name}: expected > 0 and finite, got {getattr(options, field.name)}")
 
 
 def host_results(speculation: SpeculationConfig, limits: EngineLimits) -> DraftResults:

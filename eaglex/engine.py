@@ -221,16 +221,9 @@ class DraftEngine:
 
         A slot whose draft was not made for exactly seq_lens[b] gets none: its nodes are pads that nothing reaches.
         """
-        fields = _fields(out)
-        fields["mask_mode"] = getattr(self._binary.MaskMode, out.mask_mode.name)
-        tensors = _fill(
-            self._binary.VerifyTensors(),
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            bonus_tokens=bonus_tokens,
-            **fields,
-        )
-        self._kept_trees.append((*fields.values(), req_pool_indices, seq_lens, bonus_tokens))
+        ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+        tensors = _verify_tensors(self._binary, out, ids)
+        self._kept_trees.append((*_fields(out).values(), *ids.values()))
         self._engine.tree(tensors, stream)
 
     def counters(self) -> dict[str, int]:
@@ -277,6 +270,13 @@ def _fill(target: Any, **values: Any) -> Any:
 
 def _fields(owner: Any) -> dict[str, Any]:
     return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
+
+
+def _verify_tensors(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> Any:
+    """The binary's form of `tree`'s arguments; ids holds req_pool_indices, seq_lens and bonus_tokens."""
+    fields = _fields(out) | ids
+    fields["mask_mode"] = getattr(binary.MaskMode, out.mask_mode.name)
+    return _fill(binary.VerifyTensors(), **fields)
 
 
 def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:

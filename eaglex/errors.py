@@ -23,3 +23,8 @@ class DeviceError(EaglexError, RuntimeError):
 
 class BridgeError(EaglexError, RuntimeError):
     """A peer is late, gone or configured differently."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, to be quoted in one of ours; "" where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from eaglex import dialects
 from eaglex.fields import Fields, read_json
+from eaglex.packed import GROUP
 
 if TYPE_CHECKING:
     from eaglex.source import Source
 
 MODELOPT_FILE = "hf_quant_config.json"
-_BLOCK = [128, 128]
-_GROUP = 128
+_BLOCK = [GROUP, GROUP]
 _SUPPORTED = "compressed-tensors, modelopt or fp8"
 # A pattern is untrusted, and some take exponential time; within these bounds none takes more than milliseconds.
 _MAX_REPEATS, _MAX_NAME = 3, 200
@@ -122,8 +122,8 @@ def _modelopt_algo(fields: Fields) -> Layout:
     if layout is None:
         fields.fail("quant_algo", f"{', '.join(_MODELOPT)} (eaglex reads no other)")
     if layout is Layout.INT4_ROW_PAIRS:
-        if fields.integer("group_size") not in (None, _GROUP):
-            fields.fail("group_size", str(_GROUP))
+        if fields.integer("group_size") not in (None, GROUP):
+            fields.fail("group_size", str(GROUP))
         if fields.flag("has_zero_point"):
             fields.fail("has_zero_point", "false")
     return layout
@@ -187,8 +187,8 @@ def _group(fields: Fields) -> _Group:
         weights.fail("num_bits", "8 with type float, 4 with type int (eaglex reads no other)", f"{kind[1]} {kind[0]}")
     if weights.text("strategy") not in (None, "group"):
         weights.fail("strategy", "group with 4 bits")
-    if weights.integer("group_size", -1) != _GROUP:
-        weights.fail("group_size", str(_GROUP))
+    if weights.integer("group_size", -1) != GROUP:
+        weights.fail("group_size", str(GROUP))
     return _Group(tuple(fields.texts("targets")), Layout.INT4_WORDS)
 
 

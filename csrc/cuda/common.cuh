@@ -10,16 +10,10 @@
 
 #include "core/error.h"
 #include "core/lane.h"
+#include "cuda/check.h"
 
 namespace eaglex::cuda {
 
-// Throws ErrorCode::kDevice with the call and CUDA's own words.
-inline void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  static_cast<void>(
-      cudaGetLastError());  // an error that does not stick must not surface again in somebody else's check
-  fail(ErrorCode::kDevice, what, ": ", cudaGetErrorName(status), ", ", cudaGetErrorString(status));
-}
 #define EAGLEX_CUDA_CHECK(call) ::eaglex::cuda::check((call), #call)
 
 struct Launch {

@@ -31,6 +31,25 @@ void check_rows(const TensorView& aux, int width, int max_rows, Device device) {
 
 }  // namespace
 
+void FollowerTensors::check(const SpeculationConfig& speculation, const EngineLimits& limits, Device device) const {
+  const std::int64_t slots = limits.num_slots;
+  const std::int64_t nodes = speculation.num_draft_tokens - 1;
+  num_nodes.expect("num_nodes", device, {DType::kI32}, {slots});
+  drafted_for.expect("drafted_for", device, {DType::kI64}, {slots});
+  if (nodes == 0) return;
+  draft_tokens.expect("draft_tokens", device, {DType::kI64}, {slots, nodes});
+  parents.expect("parents", device, {DType::kI32}, {slots, nodes});
+}
+
+DraftResults FollowerTensors::results() const noexcept {
+  DraftResults made;
+  made.draft_tokens = draft_tokens.as<std::int64_t>();
+  made.parents = parents.as<std::int32_t>();
+  made.num_nodes = num_nodes.as<std::int32_t>();
+  made.drafted_for = drafted_for.as<std::int64_t>();
+  return made;
+}
+
 void EngineTensors::check_host(const DraftConfig& config, const EngineLimits& limits, Device device) const {
   req_to_token.expect("req_to_token", device, {DType::kI32}, {limits.num_slots, kAnySize});
   const auto layers = static_cast<std::size_t>(config.num_layers);
@@ -51,14 +70,9 @@ void EngineTensors::check_results(const DraftConfig& config, const SpeculationCo
                                   const EngineLimits& limits, Device device) const {
   const std::int64_t slots = limits.num_slots;
   const std::int64_t nodes = speculation.num_draft_tokens - 1;
-  num_nodes.expect("num_nodes", device, {DType::kI32}, {slots});
-  drafted_for.expect("drafted_for", device, {DType::kI64}, {slots});
+  FollowerTensors{draft_tokens, parents, num_nodes, drafted_for}.check(speculation, limits, device);
   counters.expect("counters", device, {DType::kI64}, {kNumLaneStatus});
-  if (nodes > 0) {
-    draft_tokens.expect("draft_tokens", device, {DType::kI64}, {slots, nodes});
-    parents.expect("parents", device, {DType::kI32}, {slots, nodes});
-    scores.expect("scores", device, {DType::kF32}, {slots, nodes});
-  }
+  if (nodes > 0) scores.expect("scores", device, {DType::kF32}, {slots, nodes});
   if (speculation.sampling == Sampling::kRejection) {
     draft_probs.expect("draft_probs", device, {DType::kF32}, {slots, speculation.num_steps, config.draft_vocab_size});
   } else {

@@ -9,6 +9,17 @@
 
 namespace eaglex {
 
+// The results that `tree` reads: what the bridge sends, and all that a follower has.
+struct FollowerTensors {
+  TensorView draft_tokens;  // [num_slots, N-1] int64
+  TensorView parents;       // [num_slots, N-1] int32
+  TensorView num_nodes;     // [num_slots] int32
+  TensorView drafted_for;   // [num_slots] int64
+
+  void check(const SpeculationConfig& speculation, const EngineLimits& limits, Device device) const;
+  [[nodiscard]] DraftResults results() const noexcept;
+};
+
 // Bound once. Memory stays the host's; it must outlive the engine.
 struct EngineTensors {
   TensorView req_to_token;          // [num_slots, max_context] int32

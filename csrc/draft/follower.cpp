@@ -6,25 +6,6 @@
 
 namespace eaglex {
 
-void FollowerTensors::check(const SpeculationConfig& speculation, const EngineLimits& limits, Device device) const {
-  const std::int64_t slots = limits.num_slots;
-  const std::int64_t nodes = speculation.num_draft_tokens - 1;
-  num_nodes.expect("num_nodes", device, {DType::kI32}, {slots});
-  drafted_for.expect("drafted_for", device, {DType::kI64}, {slots});
-  if (nodes == 0) return;
-  draft_tokens.expect("draft_tokens", device, {DType::kI64}, {slots, nodes});
-  parents.expect("parents", device, {DType::kI32}, {slots, nodes});
-}
-
-DraftResults FollowerTensors::results() const noexcept {
-  DraftResults made;
-  made.draft_tokens = draft_tokens.as<std::int64_t>();
-  made.parents = parents.as<std::int32_t>();
-  made.num_nodes = num_nodes.as<std::int32_t>();
-  made.drafted_for = drafted_for.as<std::int64_t>();
-  return made;
-}
-
 DraftFollower::DraftFollower(std::unique_ptr<Backend> backend, const SpeculationConfig& speculation,
                              const EngineLimits& limits, int vocab_size, const FollowerTensors& tensors)
     : backend_(std::move(backend)), limits_(limits) {

@@ -8,16 +8,6 @@
 
 namespace eaglex {
 
-struct FollowerTensors {
-  TensorView draft_tokens;  // [num_slots, N-1] int64
-  TensorView parents;       // [num_slots, N-1] int32
-  TensorView num_nodes;     // [num_slots] int32
-  TensorView drafted_for;   // [num_slots] int64
-
-  void check(const SpeculationConfig& speculation, const EngineLimits& limits, Device device) const;
-  [[nodiscard]] DraftResults results() const noexcept;
-};
-
 class DraftFollower {
  public:
   // The tensors outlive the follower. Throws Error; ErrorCode::kDevice for a backend that binds no context without

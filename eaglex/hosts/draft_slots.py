@@ -65,7 +65,7 @@ class DraftSlots:
     def run(self, rows: Sequence[DraftRows]) -> None:
         """One cycle for these requests: their rows enter the draft, which drafts from the last valid one of each."""
         sampled = self.speculation.sampling is Sampling.REJECTION
-        self.engine.run(batch_of(rows, device=self.device, sampled=sampled), self._stream())
+        self.engine.run(batch_of(rows, device=self.device, sampled=sampled), current_stream(self.device))
 
     def skip(self, rows: Sequence[DraftRows]) -> None:
         """A cycle of a draft that has failed: old drafts are for other lengths, so there is nothing to do."""
@@ -93,7 +93,7 @@ class DraftSlots:
             req_pool_indices=self._ints(slots, torch.int64),
             seq_lens=self._ints(lengths, torch.int64),
             bonus_tokens=self._ints(bonus_tokens, torch.int64),
-            stream=self._stream(),
+            stream=current_stream(self.device),
         )
         return out
 
@@ -111,9 +111,6 @@ class DraftSlots:
 
     def _ints(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else 0
 
 
 def batch_of(rows: Sequence[DraftRows], *, device: torch.device, sampled: bool = False) -> DraftBatch:
@@ -150,6 +147,11 @@ def tree_of(tensors: VerifyTensors, index: int) -> VerifyTree:
         tensors.retrieve_next_token[index].cpu(),
         tensors.retrieve_next_sibling[index].cpu(),
     )
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream that torch launches to on `device`, as the engine takes it; 0 on a CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def to_device(weights: DraftWeights, device: torch.device) -> DraftWeights:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eaglex.config import DraftConfig
-from eaglex.errors import ConfigError, EaglexError
+from eaglex.errors import ConfigError, EaglexError, first_line
 
 # Names under which decoders of the Llama, GPT and MPT families keep the list of their layers.
 _LAYER_LISTS = ("layers", "h", "blocks")
@@ -103,7 +103,7 @@ def _reading(expected: str, path: str | Path) -> Iterator[None]:
     except EaglexError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = first_line(error) or type(error).__name__
         raise ConfigError(f"target: expected {expected} that transformers loads, got {path}: {reason}") from error
 
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from eaglex.bridge import Bridge, BridgeOptions, Members
-from eaglex.errors import BridgeError, ConfigError, EaglexError
+from eaglex.errors import BridgeError, ConfigError, EaglexError, first_line
 from eaglex.reference import Accepted
 
 
@@ -114,7 +114,7 @@ class Team:
         except EaglexError:
             raise
         except RuntimeError as error:
-            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            reason = first_line(error) or type(error).__name__
             if not _is_of_the_group(error):
                 raise BridgeError(self._end(f"its target failed: {reason}")) from error
             failed = f"a collective of the target failed: {reason}"

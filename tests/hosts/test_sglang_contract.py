@@ -219,7 +219,7 @@ def test_what_a_late_draft_reads_of_a_batch_is_replaced_not_changed(running_host
 
 
 def test_memory_is_released_before_the_flush(running_host: Path) -> None:
-    """Why `before_memory_release` exists: the host pauses the KV pool's memory and flushes only then."""
+    """Why `hooks.around` the release exists: the host pauses the KV pool's memory and flushes only then."""
     owner = class_def(running_host, compat.SYMBOLS["SchedulerWeightUpdaterManager"], "SchedulerWeightUpdaterManager")
     release = methods(owner)["release_memory_occupation"]
     lines: dict[str, list[int]] = {}

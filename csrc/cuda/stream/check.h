@@ -1,14 +1,10 @@
-// CUDA status -> Error.
+// The room's one check under this namespace's name.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include "core/error.h"
+#include "cuda/check.h"
 
 namespace eaglex::stream {
 
-inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) fail(ErrorCode::kDevice, what, ": ", cudaGetErrorString(status));
-}
+using cuda::check;
 
 }  // namespace eaglex::stream

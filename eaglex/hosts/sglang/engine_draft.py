@@ -17,7 +17,7 @@ from eaglex import checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftBatch, DraftEngine
 from eaglex.errors import ConfigError
-from eaglex.hosts.draft_slots import to_device
+from eaglex.hosts.draft_slots import current_stream, to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
@@ -228,7 +228,7 @@ class EngineDraft:
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
             bonus_tokens=batch.spec_info.bonus_tokens,
-            stream=self._stream(),
+            stream=current_stream(self.device),
         )
         return compat.symbol("EagleVerifyInput")(
             draft_token=tensors.draft_tokens.view(-1),
@@ -269,7 +269,4 @@ class EngineDraft:
 
     def _launch(self, batch: DraftBatch) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
-        run(batch, self._stream())
-
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream().cuda_stream) if self.device.type == "cuda" else 0
+        run(batch, current_stream(self.device))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglex.hosts.sglang import compat
+from eaglex.hosts.sglang import compat, hooks
 from eaglex.hosts.sglang.draft import EaglexDraftWorker, Prefilled, Verified
 from eaglex.hosts.sglang.stream import DraftStream, Fence, Work
 
@@ -40,23 +40,6 @@ def stock_draft_class(replacement: type) -> Iterator[None]:
         namespace["EagleDraftWorker"] = original
 
 
-def before_memory_release(action: Callable[[], None]) -> None:
-    """Call `action` before the host gives the KV pool's memory back.
-
-    It pauses the memory first and calls `clear_cache_pool` afterwards, so a draft still running would write to pages
-    that are gone. 0.5.17 has no hook of its own for this.
-    """
-    owner = compat.symbol("SchedulerWeightUpdaterManager")
-    original = owner.release_memory_occupation
-
-    @functools.wraps(original)
-    def release(self: Any, *arguments: Any, **options: Any) -> Any:
-        action()
-        return original(self, *arguments, **options)
-
-    owner.release_memory_occupation = release
-
-
 class EaglexWorker(_StockWorker):  # type: ignore[misc]
     """The host's EAGLE worker, drafting right after verification instead of at the next cycle's start."""
 
@@ -67,7 +50,10 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
             raise RuntimeError(f"the host built {type(self._draft_worker)} as draft worker, not EaglexDraftWorker")
         self._stream = DraftStream(self.device)
         self._fence = Fence()
-        before_memory_release(self._stream.drain)
+        # The host pauses the KV pool's memory first and calls `clear_cache_pool` afterwards, so a draft still running
+        # would write to pages that are gone. 0.5.17 has no hook of its own for this.
+        manager = compat.symbol("SchedulerWeightUpdaterManager")
+        hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
         logger.info("EAGLEX: drafts right after verification, on a stream of its own.")
 
     @property
