@@ -101,17 +101,24 @@ class StreamChain final : public FastChain {
   }
 
   bool fuse(const FuseParams& params, cudaStream_t to) override {
-    if (!takes(params.rows)) return false;
     FuseParams launch = params;
     launch.fc = tiled(params.fc);
-    stream::launch_fuse(plan_for(params.rows), launch, context_, batch_, to);
-    return true;
+    return in_parts(launch.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
+      launch.rows = rows;
+      stream::launch_fuse(plan, launch, context_, batch_, to);
+    });
   }
 
   bool qkv(const QkvParams& params, cudaStream_t to) override {
-    if (!takes(params.rows)) return false;
     QkvParams launch = params;
     launch.qkv = tiled(params.qkv);
+    if (params.parts == QkvParts::kKeyValue) {
+      return in_parts(params.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
+        launch.rows = rows;
+        stream::launch_qkv(plan, launch, context_, batch_, to);
+      });
+    }
+    if (!takes(params.rows)) return false;
     // Its own flag is raised by the kernel before it; that of the step before says as well that nobody drafts.
     Rows before = params.rows;
     if (before.pass == Pass::kStep) --before.step;
@@ -170,6 +177,20 @@ class StreamChain final : public FastChain {
   };
 
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
+
+  // The batch's own rows, which may be several times 64: reading the matrix as often is faster than the plain chain.
+  template <class Launch>
+  bool in_parts(const Rows& rows, Launch&& launch) const {
+    constexpr int kMost = 4 * kMaxTokens;
+    if (rows.max_rows < 1 || rows.max_rows > kMost) return false;
+    stream::StreamPlan plan = plan_for(rows);
+    Rows part = rows;
+    for (; plan.first_row < rows.max_rows; plan.first_row += kMaxTokens) {
+      part.max_rows = std::min(kMaxTokens, rows.max_rows - plan.first_row);
+      launch(part, plan);
+    }
+    return true;
+  }
 
   [[nodiscard]] Linear tiled(const Linear& linear) const {
     Linear with_tiles = linear;

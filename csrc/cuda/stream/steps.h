@@ -37,6 +37,7 @@ struct StreamPlan {
   std::uint32_t* failed = nullptr;       // [1] nonzero: a block waited in vain for another; results since are void
   const std::int32_t* needed = nullptr;  // where it holds 0 the launch returns at once; null: it always works
   std::int32_t* drafting = nullptr;      // [steps] raised by select, with launch_head_merge
+  int first_row = 0;  // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
   void* const* pool_k = nullptr;         // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
   const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
