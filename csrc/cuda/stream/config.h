@@ -101,6 +101,7 @@ struct GemmProblem {
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
+  int most_blocks = 0;     // 0: as many as fit; fewer where a kernel before it still holds slots
 };
 
 struct GemmConfig {
@@ -136,7 +137,7 @@ struct SharedLayout {
   int sources = 0;   // [segments][tokens] pointers to rows of x
   int row_info = 0;  // [tokens] of the epilogue's own type
   int state = 0;     // the epilogue's own
-  int barriers = 0;  // full and empty per stage, then one for row_info
+  int barriers = 0;  // landed, full and empty per stage, then one for row_info and the block's flag
   int total = 0;
 };
 
@@ -165,7 +166,7 @@ struct SharedLayout {
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
-  at.total = at.barriers + 8 * (2 * stages + 2);
+  at.total = at.barriers + 8 * (3 * stages + 2);
   return at;
 }
 

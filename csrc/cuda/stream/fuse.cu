@@ -59,6 +59,7 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
   GemmShape shape;
   shape.tiles = tiles_of(params.fc);
   shape.eps = context.config.rms_norm_eps;
+  shape.release = Release::kAfterWait;  // so that what follows may read at once what admit has written
   if constexpr (Step::kNormed) {
     for (int i = 0; i < segments; ++i) {
       expect_bf16("aux_norms", params.aux_norms[i]);

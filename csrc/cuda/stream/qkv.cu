@@ -132,8 +132,12 @@ struct QkvStep : PlainStep {
                       normed(x.w, gamma.w, norm));
   }
 
-  // A NaN in the cache would void every later draft of all requests that share the prefix.
-  __device__ static bf16 finite(float x) { return __float2bfloat16(isfinite(x) ? x : 0.0F); }
+  // A NaN or infinity in the cache would void every later draft of all requests that share the prefix. Rounding makes
+  // infinities of its own.
+  __device__ static bf16 finite(float x) {
+    const bf16 rounded = __float2bfloat16(x);
+    return isfinite(__bfloat162float(rounded)) ? rounded : __float2bfloat16(0.0F);
+  }
 
   template <int kTokenTiles>
   __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
@@ -225,6 +229,7 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.pool_k = static_cast<bf16*>(plan.pool_k[params.layer]);
   step.pool_v = static_cast<bf16*>(plan.pool_v[params.layer]);
   shape.release = queries ? Release::kAfterWait : Release::kAtOnce;
+  shape.needed_late = plan.needed_late;
   const GemmProblem problem =
       problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
   launch_gemm<QkvStep>(plan, problem, row_begin, shape, step, stream);
