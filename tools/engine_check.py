@@ -10,7 +10,8 @@ tokens start beside each other on one GPU and serve at once; then the three for 
 of dummy weights, a random draft) take turns alone.
 
 Environment: CASES, names separated by '; ' (default: CASES below); SECONDS for all of it (default 560), of which
-SECONDS_TO_TIME (default 170) are kept for the times; NO_TIMES=1. Exit status 1: something differs or is missing.
+SECONDS_TO_TIME (default 170) are kept for the times; NO_TIMES=1; NO_HOST=1 leaves the comparison worker out. Exit
+status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; under deterministic inference tokens may not.
@@ -34,7 +35,8 @@ from socket_parts.cases import compared, environment_of
 from socket_parts.engine import ROUNDS, write
 
 CASES = ("chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64")
-STOCK, HOST, ENGINE = LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
+STOCK, HOST, ENGINE = ALL_LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
+LANES = tuple(lane for lane in ALL_LANES if lane != HOST or not os.environ.get("NO_HOST"))
 CLOSE = 0.01  # accept lengths: by how much they may differ
 TIMED_SHAPE = {"hidden": 4096, "vocab": 128256, "draft_vocab": 32000, "intermediate": 14336, "heads": 64, "kv_heads": 8}
 
@@ -211,7 +213,7 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for name in plan.names:
         found = {lane: plan.served[name, lane] for lane in LANES}
-        for lane in (HOST, ENGINE):
+        for lane in LANES[1:]:
             missing = [one for one in (STOCK, lane) if not found[one].has(".json")]
             if missing:
                 rows.append({"case": name, "lane": lane, "equal": False, "missing": missing})
