@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -269,7 +270,12 @@ def _fill(target: Any, **values: Any) -> Any:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
+    return {name: getattr(owner, name) for name in _names(type(owner))}
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _verify_tensors(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> Any:

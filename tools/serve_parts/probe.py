@@ -5,8 +5,8 @@ file. Rows are [stage, batch, microseconds]; they are written, and forgotten, at
 SERVE_PROBE.want has appeared, so that no cycle that is timed pays for it.
 
 Stages: `draft` and `extend`, GPU time (the engine drafts in `extend`; its `draft` is the tree kernel); `verify`, GPU
-time; `host`, CPU time of a whole forward without verification; `late`, that of enqueuing the draft outside of it.
-Every fourth cycle has events, and its CPU time is left out.
+time; `host`, CPU time of a forward without verification and the host's own callback; `late`, that of enqueuing the
+draft outside of it. Every fourth cycle has events, and its CPU time is left out.
 """
 
 from __future__ import annotations
@@ -63,6 +63,17 @@ def verification(owner: Any) -> None:
     owner.verify = wrapped
 
 
+def published(original: Any) -> Any:
+    """The host's own callback with the lengths, which is not the worker's time either."""
+
+    def wrapped(*arguments: Any) -> None:
+        start = time.perf_counter()
+        original(*arguments)
+        cycle["published"] = time.perf_counter() - start
+
+    return wrapped
+
+
 def forward(owner: Any, path: str) -> None:
     original = owner.forward_batch_generation
 
@@ -75,12 +86,16 @@ def forward(owner: Any, path: str) -> None:
             return original(self, batch, *arguments, **options)
         cycle["number"] += 1
         cycle["batch"] = len(batch.reqs)
+        if options.get("on_publish") is not None:
+            options["on_publish"] = published(options["on_publish"])
+        cycle["published"] = 0.0
         start = time.perf_counter()
         cycle["inside"] = True
         result = original(self, batch, *arguments, **options)
         cycle["inside"] = False
         if not sampled():
-            rows.append(("host", cycle["batch"], (time.perf_counter() - start - cycle["verify"]) * 1e6))
+            own = time.perf_counter() - start - cycle["verify"] - cycle["published"]
+            rows.append(("host", cycle["batch"], own * 1e6))
         return result
 
     owner.forward_batch_generation = wrapped

@@ -21,7 +21,7 @@ from eaglex.hosts.draft_slots import current_stream, to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
-from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, allocate
+from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, VerifyPool
 
 logger = logging.getLogger(__name__)
 SHARED = ("embed_tokens", "lm_head")
@@ -64,13 +64,17 @@ class EngineDraft:
         self.graph_memory_usage: dict[str, float] = {}
         self.graph_time_usage: dict[str, float] = {}
         self._engine: DraftEngine | None = None
+        self._buffers = VerifyPool(nodes=self.speculation.num_draft_tokens, device=device)
         runner = target_worker.model_runner
         model_config = target_worker.model_config
         if model_config.model_is_mrope:
             raise ConfigError("EAGLEX does not serve a target with multimodal rotary positions (mrope).")
         started = time.perf_counter()
-        loaded = self._load(model_config)
-        self.config, self.facts, self.weights = loaded.config, loaded.facts, to_device(loaded.weights, device)
+        self.memory = draft_memory.Ledger(device)
+        with self.memory.taking("weights"):
+            loaded = self._load(model_config)
+            self.config, self.facts, self.weights = loaded.config, loaded.facts, to_device(loaded.weights, device)
+        self.memory.planned["weights"] = draft_memory.own_weight_bytes(self.weights, self.facts.borrowed)
         self.weight_load_time = time.perf_counter() - started
         self.kv_dtype = self.weights.fc.dtype
         if loaded.aux.output_ids is None:
@@ -221,7 +225,7 @@ class EngineDraft:
         A request without a draft for its length is verified with its root alone.
         """
         requests, nodes = batch.seq_lens.shape[0], self.speculation.num_draft_tokens
-        buffers = allocate(self._mask_place(batch), requests=requests, nodes=nodes, device=self.device)
+        buffers = self._buffers.take(self._mask_place(batch), requests=requests)
         tensors = buffers.tensors
         self.engine.tree(
             tensors,
@@ -231,9 +235,9 @@ class EngineDraft:
             stream=current_stream(self.device),
         )
         return compat.symbol("EagleVerifyInput")(
-            draft_token=tensors.draft_tokens.view(-1),
+            draft_token=buffers.draft_tokens,
             custom_mask=buffers.custom_mask,
-            positions=tensors.positions.view(-1),
+            positions=buffers.positions,
             retrieve_index=tensors.retrieve_index,
             retrieve_next_token=tensors.retrieve_next_token,
             retrieve_next_sibling=tensors.retrieve_next_sibling,
