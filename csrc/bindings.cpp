@@ -100,7 +100,8 @@ bool is_torch(py::handle object) {
   static PyObject* known = nullptr;  // guarded by the GIL
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
   if (type == known) return true;
-  if (PyObject_HasAttr(object.ptr(), names().data_ptr) == 0 || PyObject_HasAttr(object.ptr(), names().get_device) == 0) {
+  if (PyObject_HasAttr(object.ptr(), names().data_ptr) == 0 ||
+      PyObject_HasAttr(object.ptr(), names().get_device) == 0) {
     return false;
   }
   Py_INCREF(type);

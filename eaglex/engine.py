@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -302,12 +301,13 @@ def _fill(target: Any, **values: Any) -> Any:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in _names(type(owner))}
+    kind = type(owner)
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return {name: getattr(owner, name) for name in _NAMES[kind]}
 
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+_NAMES: dict[type, tuple[str, ...]] = {}  # dataclasses.fields() costs more than the look-ups, several times a cycle
 
 
 def _verify_tensors(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> Any:

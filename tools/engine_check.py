@@ -5,11 +5,11 @@
     engine_check.py run PAIR PROMPTS OUT        # OUT/engine.json and a log of every engine
     engine_check.py table OUT/engine.json
 
-PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside each
-other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
+PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
+each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below); SECONDS for all of it (default 300); NO_HOST=1 leaves
-the comparison worker out. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below); SECONDS for all of it (default 300); NO_HOST=1
+leaves the comparison worker out. Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
