@@ -138,6 +138,7 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
 
 // All that a block does before it waits for the kernels before is under way, and its barriers are there.
 __device__ __forceinline__ void begin_barrier() {
+  __syncwarp();
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 
@@ -175,6 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       mbar_init(ring.empty + 8 * stage, kConsumerWarps);
     }
     mbar_init(rows_ready, 1);
+    mbar_init(rows_ready + 16, 1);  // TileSums::add_staged
     mbar_init_fence();
     fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
