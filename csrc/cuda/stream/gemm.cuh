@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool idle = is_idle(shape.needed_late);
   if (warp == kConsumerWarps) {
     if (lane != 0) return;
-    if (idle) return land_ring(ring, last - first);
+    if (idle) return land_ring(ring, first_chunks(shape, last - first));
     return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
   if (idle) return;
