@@ -63,10 +63,11 @@ void* CudaBackend::allocate(std::size_t bytes) {
 Linear CudaBackend::prepare(std::span<const Matrix> parts) {
   Linear linear;
   for (const Matrix& part : parts) {
-    expect(!part.packed(), ErrorCode::kConfig, "draft_quant", "none on CUDA, which has no low-bit kernels yet",
+    if (!weight_type_ && !part.packed()) type_ = *(weight_type_ = part.dtype);
+    expect(weight_type_.has_value(), ErrorCode::kShape, "weights", "fc before packed matrices", name_of(part.dtype));
+    expect(part.packed() || part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_),
            name_of(part.dtype));
-    if (!weight_type_) type_ = *(weight_type_ = part.dtype);
-    expect(part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_), name_of(part.dtype));
+    if (part.packed()) packed_.insert(part.data);
     linear.parts[linear.num_parts++] = part;
   }
   weights_.push_back(linear);
@@ -92,6 +93,7 @@ void CudaBackend::bind(const EngineContext& context) {
   chain_ = {context_, buffers_.block.batch, buffers_.block.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
   bind_fast();
+  unpack_weights();
 }
 
 void CudaBackend::bind_fast() {
@@ -108,6 +110,21 @@ void CudaBackend::bind_fast() {
     return failed_.get();
   };
   fast_ = FastChain::make(setup);
+}
+
+// The plain chain reads low-bit matrices in the activations' type. Beside those that stream it needs only what prompts
+// read: K's and V's.
+void CudaBackend::unpack_weights() {
+  for (const Linear& linear : weights_) {
+    for (int i = 0; i < linear.num_parts; ++i) {
+      const Matrix& part = linear.parts[i];
+      if (!part.packed() || (fast_ && !fast_->reads_original(part.data)) || unpacked_.contains(part.data)) continue;
+      void* const memory = allocate(static_cast<std::size_t>(part.numel()) * size_of(type_));
+      launch_unpack(part, type_, memory, nullptr);
+      unpacked_[part.data] = memory;
+    }
+  }
+  EAGLEX_CUDA_CHECK(cudaStreamSynchronize(nullptr));  // the originals may be freed now
 }
 
 void CudaBackend::plan() {
@@ -209,7 +226,8 @@ GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight)
   params.in = static_cast<int>(weight.parts[0].shape[1]);
   params.x_stride = params.in;
   for (int i = 0; i < weight.num_parts; ++i) {
-    params.weight[i] = weight.parts[i].data;
+    const Matrix& part = weight.parts[i];
+    params.weight[i] = part.packed() ? unpacked_.at(part.data) : part.data;
     params.outputs[i] = static_cast<int>(weight.parts[i].shape[0]);
   }
   return params;

@@ -3,6 +3,8 @@
 
 #include <memory>
 #include <optional>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "core/backend.h"
@@ -27,7 +29,7 @@ class CudaBackend : public Backend {
   [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
   [[nodiscard]] bool reads_original(const void* matrix) const override {
-    return !fast_ || fast_->reads_original(matrix);
+    return !packed_.contains(matrix) && (!fast_ || fast_->reads_original(matrix));
   }
 
   void begin(const DraftBatch& batch, Stream stream) override;
@@ -64,6 +66,7 @@ class CudaBackend : public Backend {
   void plan();
   void carve(Workspace& workspace);
   void bind_fast();
+  void unpack_weights();
   [[nodiscard]] GemmParams gemm_params(const RowRange& range, const Linear& weight) const;
   void project(const ProjectionParams& params);
   [[nodiscard]] bool reads_aux_directly(const FuseParams& params) const;
@@ -82,6 +85,8 @@ class CudaBackend : public Backend {
   std::vector<DeviceMemory> memory_;
   std::unique_ptr<Graphs> graphs_;
   std::vector<Linear> weights_;
+  std::unordered_set<const void*> packed_;
+  std::unordered_map<const void*, void*> unpacked_;  // by the packed values
   PinnedMemory failed_;
   std::unique_ptr<FastChain> fast_;  // null: the plain chain alone
 

@@ -20,7 +20,7 @@ namespace eaglex::stream {
 inline constexpr int kMaxTokens = 64;
 inline constexpr int kMaxSegments =
     8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
-inline constexpr int kMaxStages = 8;
+inline constexpr int kMaxStages = 16;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kConsumerThreads = kConsumerWarps * 32;
 inline constexpr int kThreads = kConsumerThreads + 64;  // and one warp for weights, one for activations
@@ -30,7 +30,36 @@ inline constexpr int kStripRows = 16;      // rows of one tensor-core operand
 inline constexpr int kKBlock = 32;         // k values of one piece: two m16n8k16
 inline constexpr int kKMultiple = 64;      // K of a segment must be a multiple
 inline constexpr int kPaddedRows = 128;    // storage is padded to this, with zeros
-inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage
+inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage, at most
+inline constexpr int kGroupBlocks = 4;     // K blocks whose inputs share a scale in INT4: 128 inputs
+
+// How the weights of a matrix lie in its tiles.
+enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int bits_of(Precision precision) {
+  return precision == Precision::kBf16 ? 16 : precision == Precision::kFp8 ? 8 : 4;
+}
+
+// Bytes of the weights in a stage. Fewer bits bring more k, whose activations lie beside them: half a chunk where those
+// would leave no room for a third stage, or on sm_120 for a second.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int chunk_bytes(int bits, int token_tiles) {
+#ifdef EAGLEX_INT4_CHUNK
+  if (bits == 4 && token_tiles == 1) return EAGLEX_INT4_CHUNK;
+#endif
+  return bits == 4 || (bits == 8 && token_tiles == 8) ? kChunkBytes / 2 : kChunkBytes;
+}
+
+// Bytes of `blocks` K blocks of 64 rows in their tiles: in INT4 the group's scales (16 bits) follow its values.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::int64_t k_block_bytes(int bits, std::int64_t blocks) {
+  const std::int64_t groups = bits == 4 ? (blocks + kGroupBlocks - 1) / kGroupBlocks : 0;
+  return blocks * kBlockRows * kKBlock * bits / 8 + groups * kBlockRows * 2;
+}
+
+// Bytes of a stage's weights with their scales.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int stage_bytes(int bits, int token_tiles) {
+  const int chunk = chunk_bytes(bits, token_tiles);
+  return static_cast<int>(k_block_bytes(bits, chunk * 8 / bits / kBlockRows / kKBlock));
+}
 
 // How the parts of a tile that several blocks computed are summed; both in a fixed order.
 enum class Reduction : std::uint8_t {
@@ -157,7 +186,7 @@ struct SharedLayout {
                                                                       int chunk_k, int stages) {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
-  at.x = stages * kChunkBytes;
+  at.x = stages * stage_bytes(p.weight_bits, token_tiles);
   at.gamma = at.x + stages * chunk_k * p.tokens * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(token_tiles), 16);

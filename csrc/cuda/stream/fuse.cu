@@ -10,6 +10,7 @@ namespace {
 template <bool kWithNorm>
 struct FuseStep : PlainStep {
   static constexpr bool kNormed = kWithNorm;
+  static constexpr bool kLowBit = false;
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
@@ -55,7 +56,6 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
   const int rows = rows_of(params.fc);
   const int k = columns_of(params.fc) / segments;
   GemmShape shape;
-  shape.tiles = tiles_of(params.fc);
   shape.eps = context.config.rms_norm_eps;
   if constexpr (Step::kNormed) {
     for (int i = 0; i < segments; ++i) {
@@ -66,7 +66,9 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
   const typename Step::Params step{
       context, batch,    params.rows, static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden),
       k,       segments, rows};
-  launch_gemm<Step>(plan, problem_of<Step>(rows, k, segments, params.rows.max_rows), 0, shape, step, stream);
+  const Tiles& tiles = tiles_of(params.fc);
+  launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), 0, shape, step,
+                    stream);
 }
 
 }  // namespace

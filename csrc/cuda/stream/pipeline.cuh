@@ -20,6 +20,7 @@ enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 // One launch, without what its step adds.
 struct GemmShape {
   const std::byte* tiles = nullptr;
+  const float* row_scales = nullptr;     // FP8: [padded rows], in the tiles' order
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
   int segments = 1;
@@ -44,7 +45,8 @@ struct Geometry {
   static constexpr int kRowWarps = kTileRows / kStripRows;
   static constexpr int kHalves =
       kConsumerWarps / kRowWarps;  // warps that share a strip, each with its part of a chunk's k
-  static constexpr int kChunkK = kChunkBytes * 8 / Weights::kBits / kTileRows;
+  static constexpr int kStageBytes = stage_bytes(Weights::kBits, kTokenTiles);
+  static constexpr int kChunkK = chunk_bytes(Weights::kBits, kTokenTiles) * 8 / Weights::kBits / kTileRows;
   static constexpr int kKBlocks = kChunkK / kKBlock;
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
   static constexpr int kTokens = 8 * kTokenTiles;
@@ -97,8 +99,8 @@ struct RingPosition {
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;
 
-// Once the ring has been filled for the first time, so many stages of a block are under way at once. More would only
-// queue up in front of the memory, and what a step needs beside its weights would wait behind them.
+// Once the ring has been filled for the first time, so many stages of 16 KB of a block are under way at once. More would
+// only queue up in front of the memory, and what a step needs beside its weights would wait behind them.
 inline constexpr int kInFlight = 2;
 
 // Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation
@@ -108,23 +110,24 @@ inline constexpr int kFullArrivals = 32 + (kBulkCopies ? 1 : 32);
 template <class Weights, int kTokenTiles, bool kNormed>
 __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kKBlockBytes = kBlockRows / kStripRows * Weights::kPieceBytes;  // of one row block
+  constexpr int kUnderWay = kInFlight * kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
   const int lane = threadIdx.x % 32;
   if (kBulkCopies && lane != 0) return;
   const std::uint64_t policy = kBulkCopies ? evict_first_policy() : 0;
   const int k_blocks = shape.k / kKBlock;
+  const std::int64_t segment_bytes = k_block_bytes(Weights::kBits, k_blocks);
   RingPosition at(kProducer);
   RingPosition landed(kConsumer);
   Cursor cursor(shape, first);
   for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
     if (unit - first >= ring.stages) mbar_wait(ring.full + 8 * landed.stage, landed.phase);
-    if (unit - first >= kInFlight) landed.next(ring);
+    if (unit - first >= kUnderWay) landed.next(ring);
     const int k_block = cursor.chunk * G::kKBlocks;
     const int count = min(G::kKBlocks, k_blocks - k_block);
-    const std::uint32_t bytes = count * kKBlockBytes;
+    const auto bytes = static_cast<std::uint32_t>(k_block_bytes(Weights::kBits, count));
     const std::uint32_t bar = ring.full + 8 * at.stage;
-    const std::uint32_t to = ring.weights + at.stage * kChunkBytes;
+    const std::uint32_t to = ring.weights + at.stage * G::kStageBytes;
     const bf16* const gamma = kNormed ? shape.gamma[cursor.segment] : nullptr;
     const std::uint32_t gamma_to = ring.gamma + at.stage * G::kChunkK * 2;
     if (kBulkCopies) mbar_arrive_expect(bar, G::kRowBlocks * bytes + (gamma != nullptr ? count * kKBlock * 2 : 0));
@@ -132,9 +135,9 @@ __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int fi
     for (int block = 0; block < G::kRowBlocks; ++block) {
       const std::int64_t row_block =
           static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-      const std::int64_t piece = (row_block * shape.segments + cursor.segment) * k_blocks + k_block;
-      const std::byte* const from = shape.tiles + piece * kKBlockBytes;
-      const std::uint32_t block_to = to + block * (kChunkBytes / G::kRowBlocks);
+      const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+                                    k_block_bytes(Weights::kBits, k_block);
+      const std::uint32_t block_to = to + block * (G::kStageBytes / G::kRowBlocks);
       if constexpr (kBulkCopies) {
         bulk_copy(block_to, from, bytes, bar, policy);
       } else {
@@ -159,8 +162,9 @@ template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
                                     int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kPieces = G::kKBlocks * 4;     // of 16 bytes, per token and chunk
-  constexpr int kTokensAtOnce = 32 / kPieces;  // a warp's copies cover whole rows
+  constexpr int kPieces = G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;  // of 16 bytes, per token and pass
+  constexpr int kPasses = G::kKBlocks * 4 / kPieces;                    // over a chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;                           // a warp's copies cover whole rows
   constexpr int kCopies = G::kTokens / kTokensAtOnce;
   const int lane = threadIdx.x % 32;
   const int token = lane / kPieces;
@@ -182,11 +186,14 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
     }
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
     const int offset = cursor.chunk * G::kChunkK;
-    if (cursor.chunk + 1 < shape.chunks_per_segment || piece < last_pieces) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (token + i * kTokensAtOnce < shape.tokens) {
-          cp_async_16(to + at.stage * ring.x_bytes + i * kTokensAtOnce * 64, rows[i] + offset);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (cursor.chunk + 1 < shape.chunks_per_segment || pass * kPieces + piece < last_pieces) {
+        const std::uint32_t pass_to = to + at.stage * ring.x_bytes + pass * kPieces / 4 * shape.tokens * 64;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (token + i * kTokensAtOnce < shape.tokens)
+            cp_async_16(pass_to + i * kTokensAtOnce * 64, rows[i] + offset + pass * kPieces * 8);
         }
       }
     }
