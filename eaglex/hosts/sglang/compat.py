@@ -37,6 +37,7 @@ SYMBOLS: Final[dict[str, str]] = {
     "CaptureHiddenMode": "sglang.srt.model_executor.forward_batch_info",
     "ForwardBatch": "sglang.srt.model_executor.forward_batch_info",
     "ForwardMode": "sglang.srt.model_executor.forward_batch_info",
+    "Scheduler": "sglang.srt.managers.scheduler",
     "SchedulerWeightUpdaterManager": "sglang.srt.managers.scheduler_components.weight_updater",
     "TritonMultiStepDraftBackend": "sglang.srt.layers.attention.triton_backend",
     "get_config": "sglang.srt.utils.hf_transformers.config",
