@@ -2,10 +2,9 @@
 // engine, no decisions.
 //
 // Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors,
-// BatchTensors,
-//                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with
-//                 __dlpack__ whose memory outlives the capsule).
-// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree; build_info().
+//                 BatchTensors, VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or
+//                 any object with __dlpack__ whose memory outlives the capsule).
+// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree, then mark / reached; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -335,8 +334,13 @@ void bind_engine(py::module_& m) {
             return self.reads_original(reinterpret_cast<const void*>(matrix));  // NOLINT
           },
           py::arg("matrix"))
+      .def(
+          "mark", [=](DraftEngine& self, std::uintptr_t stream) { return self.mark(as_stream(stream)); },
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("reached", &DraftEngine::reached)
       .def_property_readonly("backend_name", &DraftEngine::backend_name)
-      .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
+      .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes)
+      .def_property_readonly("prepared_bytes", &DraftEngine::prepared_bytes);
 }
 
 }  // namespace
@@ -368,6 +372,7 @@ PYBIND11_MODULE(_C, m) {
   bind_tensors(m);
   bind_engine(m);
   eaglex::bindings::bind_bridge(m);
+  m.attr("NEVER") = eaglex::Backend::kNever;
   m.attr("MAX_STEPS") = eaglex::kMaxSteps;
   m.attr("MAX_TOPK") = eaglex::kMaxTopk;
   m.attr("MAX_DRAFT_TOKENS") = eaglex::kMaxDraftTokens;

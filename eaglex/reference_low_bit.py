@@ -79,7 +79,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total(values: Tensor) -> Tensor:
-    """Sums over the last 128 of [out, G, 128], halves onto each other: in one order, so with the same bits everywhere."""
+    """Sums over the last 128 of [out, G, 128], halves onto each other: one order, so the same bits on every device."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]

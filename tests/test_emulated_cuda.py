@@ -6,7 +6,9 @@ between blocks, the rounding of the tensor cores, time.
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 import test_cuda_engine
@@ -28,7 +30,8 @@ from test_cuda_engine import *  # noqa: F403
 from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
 from test_cuda_tree import *  # noqa: F403
 
-from eaglex.config import SpeculationConfig
+from eaglex.config import MaskMode, SpeculationConfig
+from eaglex.engine import VerifyTensors
 from eaglex.engine import _extension as built  # before the emulator takes its place
 from eaglex.packed import DraftQuant, PackedWeight
 from eaglex.quantize import quantize
@@ -138,6 +141,32 @@ def test_the_host_may_run_a_ring_ahead(emulator) -> None:
     assert ahead == [*range(1, 9), *[8] * 16], "the host runs 8 cycles ahead, then waits for the oldest"
     for now, then in zip(state(rig.engine.results), expected, strict=True):
         assert torch.equal(now[1:7], then[1:7])
+
+
+@pytest.mark.parametrize("kind", ["run", "enqueue", "tree"])
+def test_inputs_live_until_their_launch_has_run(emulator, kind) -> None:
+    """However far the host runs ahead, and not longer."""
+    rig = make_rig()
+    rig.engine.run(rig.batch([Ask(0, 5, 1)]))  # captures the graphs
+    seen = []
+    with emulator.lagging():
+        for i in range(40):
+            batch = rig.batch([Ask(i % 6, 5, 1 + i % 5)])
+            seen.append(weakref.ref(batch.seq_lens))
+            if kind == "tree":
+                out = VerifyTensors.allocate(1, 5, MaskMode.QLEN_ONLY)
+                rig.engine.tree(out, req_pool_indices=batch.req_pool_indices, seq_lens=batch.seq_lens,
+                                bonus_tokens=batch.seq_lens)
+            else:
+                getattr(rig.engine, kind)(batch)
+            del batch
+            # A graph is one launch, and `run` waits for one where the ring is full; the others wait for nothing.
+            waiting = min(emulator.pending, len(seen)) if kind == "run" else len(seen)
+            assert waiting == min(len(seen), 8 if kind == "run" else 40)
+            assert all(ref() is not None for ref in seen[-waiting:])
+    rig.engine.run(rig.batch([Ask(0, 5, 1)]))
+    gc.collect()
+    assert all(ref() is None for ref in seen)
 
 
 @pytest.mark.parametrize("name", ["chain that stops", "tree"])

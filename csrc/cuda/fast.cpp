@@ -83,7 +83,7 @@ class StreamChain final : public FastChain {
       stream::Tiles& tiles = tiles_[linear.parts[0].data];
       if (tiles.data != nullptr) continue;
       const stream::Precision precision = precision_of(linear, context_.config);
-      void* const memory = setup.device(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], precision));
+      void* const memory = setup.tiles(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], precision));
       tiles = stream::retile({linear.parts, static_cast<std::size_t>(linear.num_parts)},
                              order_of(linear, context_.config), precision, memory, nullptr);
     }
