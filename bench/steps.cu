@@ -193,6 +193,7 @@ void time_model(const Shape& shape, DType type, double ceiling, cudaStream_t str
         shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
     for (const Kernel kernel : kChain) std::printf(" %s %.1f", kNames[static_cast<int>(kernel)], alone(kernel));
     std::printf("\n");
+    std::fflush(stdout);
   }
 }
 

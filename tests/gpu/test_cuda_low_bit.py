@@ -1,6 +1,6 @@
 """FP8 and INT4 weights on the device: PyTorch's error twice at most, the same bits however launched and packed.
 
-bench/steps.cu (`bench_steps check fp8`, `check int4`) holds each streaming kernel to a plain one, which reads its weights
+bench/steps.cu (`bench_steps check fp8`, `check int4`) holds each streaming kernel to a plain one, which reads weights
 one by one.
 """
 
