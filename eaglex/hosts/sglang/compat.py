@@ -6,6 +6,7 @@ The only module that imports SGLang. The tables are read by tests/hosts against 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ SYMBOLS: Final[dict[str, str]] = {
 }
 
 
+@functools.cache
 def symbol(name: str) -> Any:
     """A class or function of the host, imported when asked for.
 

@@ -156,6 +156,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""
         self._stream.drain()
+        logger.info("EAGLEX: requests since the start, by outcome: %s.", self._draft_worker.engine.counters())
         self._draft_worker.forget()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
