@@ -142,7 +142,7 @@ struct Model {
     const int widest = std::max({kNumAux * s.hidden, s.intermediate, s.heads * s.head_dim, 2 * s.hidden});
     const int tallest =
         std::max({2 * s.intermediate, s.draft_vocab, s.hidden, (s.heads + 2 * s.kv_heads) * s.head_dim});
-    const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.kv_heads, s.heads / s.kv_heads, s.head_dim};
+    const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.head_dim};
     workspace = std::make_unique<Buffer<std::byte>>(stream::workspace_bytes(device, needs));
     plan = stream::make_plan(device, needs, workspace->get());
     pool_arrays[0] = pool_k.get(), pool_arrays[1] = pool_v.get();

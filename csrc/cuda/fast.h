@@ -46,7 +46,8 @@ class FastChain {
   [[nodiscard]] static bool reads(const DraftBatch& batch) noexcept;
   // Whether the plain chain may still be asked for a product with this matrix of Setup::weights.
   [[nodiscard]] virtual bool reads_original(const void* matrix) const = 0;
-  // Throws ErrorCode::kDevice once a block has waited in vain for another: what was drafted since is void.
+  // Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was drafted since the last call is
+  // void. From then on no block waits. Waits for the device only in that case.
   virtual void check() const = 0;
 
   // Launches the step and returns true, or returns false: a launch for the plain chain.

@@ -82,6 +82,9 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
               shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
               what + ": the layout fits");
           require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
+          GemmProblem fewer = problem;
+          fewer.most_blocks = 100;
+          require(configure(fewer, device.limits).grid == 100, what + ": no more blocks than there is room for");
           if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
             require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
           }
@@ -157,6 +160,19 @@ TEST_CASE("rotary_dim_at: every dim once, partners in one strip") {
   }
 }
 
+TEST_CASE("attention: beside one block of a matrix where the head is not too wide") {
+  for (const NamedDevice& device : kDevices) {
+    for (const int head_dim : {64, 96, 128, 256}) {
+      const int ring = attention_ring(device.limits, head_dim);
+      const int bytes = ring_bytes(head_dim, ring) + kAttentionStaticBytes;
+      const std::string what = concat(device.name, ", head_dim ", head_dim);
+      require(ring >= 1 && ring <= kMaxRing && bytes <= device.limits.shared_per_block, what + ": fits a block");
+      if (head_dim <= 128) require(bytes <= slot_bytes(device.limits), what + ": keeps to its slot");
+      if (device.limits.compute_capability == 90 && head_dim <= 128) require(ring >= 2, what + ": fetches ahead");
+    }
+  }
+}
+
 TEST_CASE("attention_grid: every query row has a task") {
   for (const NamedDevice& device : kDevices) {
     for (int rows = 1; rows <= kMaxTokens; ++rows) {
@@ -165,6 +181,7 @@ TEST_CASE("attention_grid: every query row has a task") {
         require(grid.lanes * grid.width >= rows && grid.packs * kPackedRows >= width * 8, "every query row has a task");
         require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * slots_of(device.limits),
                 "split tasks fit their counters and parts");
+        require(attention_blocks(device.limits, grid) <= slots_of(device.limits), "at most two blocks per SM");
       }
     }
   }

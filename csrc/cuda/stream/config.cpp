@@ -46,6 +46,7 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
   config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
+  if (problem.most_blocks > 0) config.grid = std::min(config.grid, problem.most_blocks);
   config.split = split_of(units, config.grid);
   config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
   return config;

@@ -33,6 +33,8 @@ inline constexpr int kPaddedRows = 128;    // storage is padded to this, with ze
 inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage, at most
 inline constexpr int kGroupBlocks = 4;     // K blocks whose inputs share a scale in INT4: 128 inputs
 
+inline constexpr int kSquares = 8 * kConsumerWarps;  // partial sums of squares: 8 tokens per warp
+
 // How the weights of a matrix lie in its tiles.
 enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
 
@@ -130,6 +132,7 @@ struct GemmProblem {
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
+  int most_blocks = 0;     // 0: as many as fit; fewer where a kernel before it still holds slots
 };
 
 struct GemmConfig {
@@ -161,11 +164,11 @@ struct SharedLayout {
   int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit
   int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;  // between the warps: halves of K, tiles of logits
-  int norms = 0;     // [2 halves of K][tokens] sums of squares, then [segments][tokens] 1 / rms
+  int norms = 0;     // kSquares sums of squares, then [segments][tokens] 1 / rms
   int sources = 0;   // [segments][tokens] pointers to rows of x
   int row_info = 0;  // [tokens] of the epilogue's own type
   int state = 0;     // the epilogue's own
-  int barriers = 0;  // full and empty per stage, then one for row_info
+  int barriers = 0;  // landed, full and empty per stage, then one for row_info and the block's flag
   int total = 0;
 };
 
@@ -190,11 +193,11 @@ struct SharedLayout {
   at.gamma = at.x + stages * chunk_k * p.tokens * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(token_tiles), 16);
-  at.sources = at.norms + (p.normed ? (2 + p.segments) * tokens * 4 : 0);
+  at.sources = at.norms + (p.normed ? (kSquares + p.segments * tokens) * 4 : 0);
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
-  at.total = at.barriers + 8 * (2 * stages + 2);
+  at.total = at.barriers + 8 * (3 * stages + 2);
   return at;
 }
 

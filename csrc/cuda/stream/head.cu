@@ -87,7 +87,8 @@ struct HeadStep : PlainStep {
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i)
       sum += values[i] == __int_as_float(0xFF800000) ? 0.0F : __expf(values[i] - maximum);
-    sum = warp_sum(sum) + (before == __int_as_float(0xFF800000) ? 0.0F : state.sum * __expf(before - maximum));
+    // With nothing yet the sum is 0; where all was NaN so far it is NaN and must stay.
+    sum = warp_sum(sum) + state.sum * (before == __int_as_float(0xFF800000) ? 1.0F : __expf(before - maximum));
 
     // Insert what beats the worst of the list, best first; after the first tiles that is rare.
     std::uint64_t best = lane < params.topk ? state.best[lane] : 0;

@@ -1,6 +1,9 @@
 // Host side of every stream_gemm: problem -> config -> launch, with or without PDL.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 #include "core/error.h"
 #include "cuda/stream/check.h"
 #include "cuda/stream/gemm.cuh"
@@ -40,14 +43,33 @@ template <class Step>
           Step::kNormed,
           bits_of(tiles.precision),
           static_cast<int>(sizeof(typename Step::RowInfo)),
-          Step::kStateBytes};
+          Step::kStateBytes,
+          0};
+}
+
+// Blocks of `kernel` that an SM holds. Asked once per kernel and size: the driver takes a microsecond.
+inline int blocks_per_sm(const void* kernel, int shared_bytes, std::atomic<std::int64_t>& known) {
+  const std::int64_t before = known.load(std::memory_order_relaxed);
+  if (before >> 8 == shared_bytes) return static_cast<int>(before & 0xFF);
+  int blocks = 0;
+  check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, static_cast<std::size_t>(shared_bytes)),
+      "occupancy");
+  known.store(static_cast<std::int64_t>(shared_bytes) << 8 | blocks, std::memory_order_relaxed);
+  return blocks;
 }
 
 template <class Weights, int kTokenTiles, class Step>
-void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, const GemmShape& shape,
+void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, GemmShape shape,
                   const typename Step::Params& params, cudaStream_t stream) {
+  static std::atomic<std::int64_t> known = 0;
   auto* const kernel = stream_gemm<Weights, kTokenTiles, Step>;
   const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
+        "shared memory");
+  const int resident =
+      plan.device.num_sms * blocks_per_sm(reinterpret_cast<const void*>(kernel), config.shared_bytes, known);
+  if (resident < config.grid) shape.reduction = Reduction::kLastArriver;
   launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape,
                  layout, params);
 }
@@ -73,6 +95,7 @@ template <class Step>
 int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
                 const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
+  if (plan.free_slots > 0) covered.most_blocks = plan.free_slots;
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
   const GemmConfig config = configure(covered, plan.device);
@@ -81,6 +104,7 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
          bits_of(tiles.precision));
   shape.tiles = tiles.data;
   shape.row_scales = tiles.row_scales;
+  shape.ones = static_cast<const bf16*>(plan.ones);
   expect_range("rows of a matrix", first_row + problem.rows, 1, plan.needs.max_rows);
   expect_range("k of a row", static_cast<long long>(problem.k), 1, plan.needs.max_k);
   expect_range("segments", problem.segments, 1, plan.needs.max_segments);
@@ -96,6 +120,7 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;
+  shape.never_wait = plan.never_wait;
   shape.failed = plan.failed;
   switch (tiles.precision) {
     case Precision::kBf16:

@@ -4,17 +4,9 @@
 // Mapping: per K block of 32 two m16n8k16 for each 8 tokens; gamma goes onto x in registers.
 #pragma once
 
-#include "cuda/stream/pipeline.cuh"
+#include "cuda/stream/reduce.cuh"
 
 namespace eaglex::stream {
-
-// What a consumer warp is to a tile.
-struct WarpRole {
-  int lane;
-  int warp;
-  int strip;  // of 16 rows
-  int half;   // of a chunk's k; half 0 keeps the sums
-};
 
 __device__ __forceinline__ void scale_pairs(std::uint32_t& x, std::uint32_t by) {
   x = pack(__hmul2(unpack(x), unpack(by)));
@@ -50,12 +42,11 @@ struct Multiplier {
 
   WarpRole role;
   int tokens;
-  bool scaled;  // there is a gamma
 
   // Over kBlocks K blocks from `kb` on. `group` is how many their group has, where groups have scales.
   template <int kBlocks>
-  __device__ __forceinline__ void add(const Operands& now, int kb, int group, float (&sums)[kSums][kTokenTiles][4],
-                                      float (&squares)[4]) const {
+  __device__ __forceinline__ void add(const Operands& now, int kb, int group,
+                                      float (&sums)[kSums][kTokenTiles][4]) const {
     std::uint32_t a[kBlocks / Weights::kSpan][Weights::kSpan][2][4];
     uint4 scale[kBlocks];
 #pragma unroll
@@ -68,12 +59,11 @@ struct Multiplier {
         for (int r = 0; r < 8; ++r) scale_pairs(a[i][0][r / 4][r % 4], kLift);
       }
       scale[i] = make_uint4(kLift, kLift, kLift, kLift);
-      if (kNormed && scaled) {
+      if constexpr (kNormed) {
         const uint4 gamma = *reinterpret_cast<const uint4*>(now.gamma + (kb + i) * 64);
         if (!Weights::kLift) scale[i] = gamma;
         if (Weights::kLift) scale_pairs(scale[i], gamma);
       }
-      if (kNormed && role.strip < kTokenTiles) add_squares(now.x + ((kb + i) * tokens + role.strip * 8) * 64, squares);
     }
     float2 of_group;
     if constexpr (kGrouped) {
@@ -89,7 +79,7 @@ struct Multiplier {
       for (int i = 0; i < kBlocks; ++i) {
         const auto& operands = a[i / Weights::kSpan][i % Weights::kSpan];
         uint4 b = *reinterpret_cast<const uint4*>(now.x + ((kb + i) * tokens + t * 8) * 64);
-        if ((kNormed && scaled) || kLiftX) scale_pairs(b, scale[i]);
+        if (kNormed || kLiftX) scale_pairs(b, scale[i]);
         mma_bf16(first, operands[0], b.x, b.y);
         mma_bf16(second, operands[1], b.z, b.w);
       }
@@ -101,14 +91,28 @@ struct Multiplier {
     }
   }
 
-  // The diagonal of x xᵀ for one n8 tile of tokens: its lanes hold tokens as rows of A (g) and as columns of B (2q, 2q
-  // + 1).
-  __device__ static __forceinline__ void add_squares(const std::byte* x, float (&squares)[4]) {
+  // Sums of squares: the diagonal of x xᵀ, whose lanes hold tokens as rows of A (g) and as columns of B (2q, 2q + 1). The
+  // strips that share a tile of 8 tokens take turns in k.
+  static constexpr int kSharers = G::kRowWarps / kTokenTiles;
+
+  __device__ __forceinline__ void add_squares(const Operands& now, int kb, float (&squares)[4]) const {
+    const std::byte* const x = now.x + (kb * tokens + role.strip % kTokenTiles * 8) * 64;
     const uint4 b = *reinterpret_cast<const uint4*>(x);
     const std::uint32_t first[4] = {b.x, 0, b.y, 0};
     const std::uint32_t second[4] = {b.z, 0, b.w, 0};
     mma_bf16(squares, first, b.x, b.y);
     mma_bf16(squares, second, b.z, b.w);
+  }
+
+  __device__ __forceinline__ void add_all_squares(const Operands& now, int blocks, float (&squares)[4]) const {
+    const int own = role.strip / kTokenTiles;
+    if (blocks == G::kWarpKBlocks && G::kWarpKBlocks % kSharers == 0) {
+#pragma unroll
+      for (int kb = 0; kb < G::kWarpKBlocks; kb += kSharers) add_squares(now, kb + own, squares);
+    } else {
+#pragma unroll 1
+      for (int kb = own; kb < blocks; kb += kSharers) add_squares(now, kb, squares);
+    }
   }
 };
 

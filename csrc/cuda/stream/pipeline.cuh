@@ -1,8 +1,8 @@
 // The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
 //
-// The weight warp touches nothing but weights and gammas, which never change, so it never waits for the kernel before:
-// under PDL the ring is full when the activations arrive. The activation warp waits, finds the rows, and copies them
-// beside the weights.
+// The weight warp touches nothing but weights and gammas, which never change, so it fills the ring without waiting for
+// the kernel before: under PDL it is full when the activations arrive. The activation warp waits, finds the rows, and
+// copies them beside the weights.
 #pragma once
 
 #include "cuda/stream/config.h"
@@ -17,10 +17,17 @@ using bf16 = __nv_bfloat16;
 // one's wait: it may then read, before its own wait, all that was written before this one.
 enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 
+// So many stages of 16 KB of a block are under way at once: kFirstInFlight until its ring has been filled for the first time,
+// kInFlight from then on. More would only queue up in front of the memory, and what a step needs beside its weights
+// would wait behind them.
+inline constexpr int kFirstInFlight = kMaxStages;
+inline constexpr int kInFlight = 2;
+
 // One launch, without what its step adds.
 struct GemmShape {
   const std::byte* tiles = nullptr;
   const float* row_scales = nullptr;     // FP8: [padded rows], in the tiles' order
+  const bf16* ones = nullptr;            // [k]: gamma of a segment without a norm
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
   int segments = 1;
@@ -34,9 +41,13 @@ struct GemmShape {
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
+  int first_in_flight = kFirstInFlight;
+  int in_flight = kInFlight;
   Release release = Release::kAtOnce;
-  const std::int32_t* needed = nullptr;  // null, or 0 there: nobody wants the result
-  std::uint32_t* failed = nullptr;       // set where a wait between blocks ran into its deadline
+  const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
+  const std::int32_t* needed_late = nullptr;  // the same, read after it
+  const std::int32_t* never_wait = nullptr;   // 1 there: once a wait between blocks has failed, last arrivers sum up
+  std::uint32_t* failed = nullptr;            // set where a wait between blocks ran into its deadline
 };
 
 template <class Weights, int kTokenTiles>
@@ -79,8 +90,9 @@ struct Ring {
   std::uint32_t weights;  // shared addresses
   std::uint32_t x;
   std::uint32_t gamma;
-  std::uint32_t full;
-  std::uint32_t empty;
+  std::uint32_t landed;  // barriers per stage: its weights are there
+  std::uint32_t full;    // its activations are there
+  std::uint32_t empty;   // everybody has read it
   int stages;
   int x_bytes;  // of a stage: chunk_k · tokens · 2
 };
@@ -99,61 +111,53 @@ struct RingPosition {
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;
 
-// Once the ring has been filled for the first time, so many stages of 16 KB of a block are under way at once. More would
-// only queue up in front of the memory, and what a step needs beside its weights would wait behind them.
-inline constexpr int kInFlight = 2;
-
-// Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation
-// warp's.
-inline constexpr int kFullArrivals = 32 + (kBulkCopies ? 1 : 32);
-
+// Issues the chunks' copies. Once the ring is full it waits for the kernels before, as its consumers do: it cannot go on
+// without them, and a step that turns out not to be needed then costs a ring per block and not its whole matrix.
 template <class Weights, int kTokenTiles, bool kNormed>
 __device__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kUnderWay = kInFlight * kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
-  const int lane = threadIdx.x % 32;
-  if (kBulkCopies && lane != 0) return;
-  const std::uint64_t policy = kBulkCopies ? evict_first_policy() : 0;
+  constexpr int kPerStage = kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
+  if (threadIdx.x % 32 != 0) return;
+  const std::uint64_t policy = evict_first_policy();
   const int k_blocks = shape.k / kKBlock;
   const std::int64_t segment_bytes = k_block_bytes(Weights::kBits, k_blocks);
   RingPosition at(kProducer);
-  RingPosition landed(kConsumer);
+  RingPosition oldest(kConsumer);  // of those under way
+  int under_way = 0;
+  const auto land = [&](int most) {
+    for (; under_way > most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
+  };
   Cursor cursor(shape, first);
   for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+    const bool first_round = unit - first < ring.stages;
+    if (unit - first == ring.stages) {
+      wait_for_producers();
+      if (is_idle(shape.needed_late)) break;
+    }
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
-    if (unit - first >= ring.stages) mbar_wait(ring.full + 8 * landed.stage, landed.phase);
-    if (unit - first >= kUnderWay) landed.next(ring);
+    land(min((first_round ? shape.first_in_flight : shape.in_flight) * kPerStage, ring.stages) - 1);
     const int k_block = cursor.chunk * G::kKBlocks;
     const int count = min(G::kKBlocks, k_blocks - k_block);
     const auto bytes = static_cast<std::uint32_t>(k_block_bytes(Weights::kBits, count));
-    const std::uint32_t bar = ring.full + 8 * at.stage;
+    const std::uint32_t bar = ring.landed + 8 * at.stage;
     const std::uint32_t to = ring.weights + at.stage * G::kStageBytes;
-    const bf16* const gamma = kNormed ? shape.gamma[cursor.segment] : nullptr;
-    const std::uint32_t gamma_to = ring.gamma + at.stage * G::kChunkK * 2;
-    if (kBulkCopies) mbar_arrive_expect(bar, G::kRowBlocks * bytes + (gamma != nullptr ? count * kKBlock * 2 : 0));
+    mbar_arrive_expect(bar, G::kRowBlocks * bytes + (kNormed ? count * kKBlock * 2 : 0));
 #pragma unroll
     for (int block = 0; block < G::kRowBlocks; ++block) {
       const std::int64_t row_block =
           static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
       const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
                                     k_block_bytes(Weights::kBits, k_block);
-      const std::uint32_t block_to = to + block * (G::kStageBytes / G::kRowBlocks);
-      if constexpr (kBulkCopies) {
-        bulk_copy(block_to, from, bytes, bar, policy);
-      } else {
-        for (std::uint32_t i = lane * 16; i < bytes; i += 512) cp_async_16(block_to + i, from + i);
-      }
+      bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
     }
-    if (gamma != nullptr) {
-      const bf16* const from = gamma + k_block * kKBlock;
-      if constexpr (kBulkCopies) {
-        bulk_copy(gamma_to, from, count * kKBlock * 2, bar, policy);
-      } else {
-        for (int i = lane; i < count * 4; i += 32) cp_async_16(gamma_to + i * 16, from + i * 8);
-      }
+    if constexpr (kNormed) {
+      const bf16* const own = shape.gamma[cursor.segment];
+      const bf16* const gamma = (own != nullptr ? own : shape.ones) + k_block * kKBlock;
+      bulk_copy(ring.gamma + at.stage * G::kChunkK * 2, gamma, count * kKBlock * 2, bar, policy);
     }
-    if (!kBulkCopies) mbar_arrive_on_cp_async(bar);
+    ++under_way;
   }
+  land(0);  // a block must not end under its copies: the shared memory goes to another
 }
 
 // `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows

@@ -86,9 +86,16 @@ struct Int4Weights {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
   }
 
+  // int4_lifted in one instruction; of two constants the compiler would make two.
+  __device__ static __forceinline__ std::uint32_t lifted(std::uint32_t word) {
+    std::uint32_t pair;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(0x000F000FU), "r"(0x43004300U));
+    return pair;
+  }
+
   __device__ static __forceinline__ void spread(std::uint32_t word, std::uint32_t (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = pack(__hsub2(unpack(int4_lifted(word, i)), unpack(kInt4Lift)));
+    for (int i = 0; i < 4; ++i) a[i] = pack(__hsub2(unpack(lifted(word >> (4 * i))), unpack(kInt4Lift)));
   }
 };
 
