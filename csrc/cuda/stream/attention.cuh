@@ -189,6 +189,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
     fetch_step(is_settled(step) ? step : end, rows[i], i);
   }
   if (producers == Producers::kRunning) {
+    __syncthreads();  // the wait of one warp holds up the others too: first all must have begun their copies
     wait_for_producers();
 #pragma unroll
     for (int i = 0; i < kRing - 1; ++i) {

@@ -129,6 +129,11 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
   }
 };
 
+// All that a block does before it waits for the kernels before is under way, and its barriers are there.
+__device__ __forceinline__ void begin_barrier() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
+}
+
 template <class Weights, int kTokenTiles, class Step>
 __global__ void __launch_bounds__(kThreads, 2)
     stream_gemm(const __grid_constant__ GemmShape shape, const __grid_constant__ SharedLayout at,
@@ -154,6 +159,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                   shape.stages,
                   G::kChunkK * shape.tokens * 2};
   const std::uint32_t rows_ready = barriers + 24 * shape.stages;
+  const int first = shape.split.first(blockIdx.x);
+  const int last = shape.split.first(blockIdx.x + 1);
   if (threadIdx.x == kConsumerThreads) {
     for (int stage = 0; stage < shape.stages; ++stage) {
       mbar_init(ring.landed + 8 * stage, 1);
@@ -162,15 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     mbar_init(rows_ready, 1);
     mbar_init_fence();
-  }
-  __syncthreads();
-
-  const int first = shape.split.first(blockIdx.x);
-  const int last = shape.split.first(blockIdx.x + 1);
-  if (warp == kConsumerWarps) {
-    produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
-    wait_for_producers();
-    return;
+    fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
   if (warp > kConsumerWarps) {
     const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
@@ -179,8 +178,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     bool idle = false;
 #pragma unroll 1
     for (int round = Step::rehearses(params) ? 0 : 1; round < 2; ++round) {
-      if (round == 1) {  // below it is whatever the kernels before have made
-        wait_for_producers();
+      if (round == 1) {
+        begin_barrier();
+        wait_for_producers();  // below it is whatever the kernels before have made
         if (shape.release == Release::kAfterWait) release_dependents();
         idle = is_idle(shape.needed_late);
       }
@@ -195,8 +195,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     asm volatile("cp.async.wait_all;" ::: "memory");
     return;
   }
+  begin_barrier();
   wait_for_producers();
-  if (is_idle(shape.needed_late)) return;
+  const bool idle = is_idle(shape.needed_late);
+  if (warp == kConsumerWarps) {
+    if (lane != 0) return;
+    if (idle) return land_ring(ring, last - first);
+    return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
+  }
+  if (idle) return;
   Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();
 #endif
 }

@@ -1,8 +1,7 @@
 // The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
 //
-// The weight warp touches nothing but weights and gammas, which never change, so it fills the ring without waiting for
-// the kernel before: under PDL it is full when the activations arrive. The activation warp waits, finds the rows, and
-// copies them beside the weights.
+// Weights and gammas never change, so the ring is filled before the wait for the kernel before: under PDL it is full when
+// the activations arrive. After it the activation warp finds the rows and copies them beside the weights.
 #pragma once
 
 #include "cuda/stream/config.h"
@@ -17,10 +16,8 @@ using bf16 = __nv_bfloat16;
 // one's wait: it may then read, before its own wait, all that was written before this one.
 enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 
-// So many stages of 16 KB of a block are under way at once: kFirstInFlight until its ring has been filled for the first time,
-// kInFlight from then on. More would only queue up in front of the memory, and what a step needs beside its weights
-// would wait behind them.
-inline constexpr int kFirstInFlight = kMaxStages;
+// So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
+// front of the memory, and what a step needs beside its weights would wait behind them.
 inline constexpr int kInFlight = 2;
 
 // One launch, without what its step adds.
@@ -41,8 +38,6 @@ struct GemmShape {
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
-  int first_in_flight = kFirstInFlight;
-  int in_flight = kInFlight;
   Release release = Release::kAtOnce;
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
@@ -111,53 +106,66 @@ struct RingPosition {
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;
 
-// Issues the chunks' copies. Once the ring is full it waits for the kernels before, as its consumers do: it cannot go on
-// without them, and a step that turns out not to be needed then costs a ring per block and not its whole matrix.
+// Issues the copies of a chunk; by one thread.
 template <class Weights, int kTokenTiles, bool kNormed>
-__device__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
+__device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring& ring, const Cursor& cursor, int stage,
+                                             std::uint64_t policy) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kPerStage = kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
-  if (threadIdx.x % 32 != 0) return;
-  const std::uint64_t policy = evict_first_policy();
   const int k_blocks = shape.k / kKBlock;
   const std::int64_t segment_bytes = k_block_bytes(Weights::kBits, k_blocks);
-  RingPosition at(kProducer);
-  RingPosition oldest(kConsumer);  // of those under way
-  int under_way = 0;
-  const auto land = [&](int most) {
-    for (; under_way > most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
-  };
-  Cursor cursor(shape, first);
-  for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
-    const bool first_round = unit - first < ring.stages;
-    if (unit - first == ring.stages) {
-      wait_for_producers();
-      if (is_idle(shape.needed_late)) break;
-    }
-    mbar_wait(ring.empty + 8 * at.stage, at.phase);
-    land(min((first_round ? shape.first_in_flight : shape.in_flight) * kPerStage, ring.stages) - 1);
-    const int k_block = cursor.chunk * G::kKBlocks;
-    const int count = min(G::kKBlocks, k_blocks - k_block);
-    const auto bytes = static_cast<std::uint32_t>(k_block_bytes(Weights::kBits, count));
-    const std::uint32_t bar = ring.landed + 8 * at.stage;
-    const std::uint32_t to = ring.weights + at.stage * G::kStageBytes;
-    mbar_arrive_expect(bar, G::kRowBlocks * bytes + (kNormed ? count * kKBlock * 2 : 0));
+  const int k_block = cursor.chunk * G::kKBlocks;
+  const int count = min(G::kKBlocks, k_blocks - k_block);
+  const auto bytes = static_cast<std::uint32_t>(k_block_bytes(Weights::kBits, count));
+  const std::uint32_t bar = ring.landed + 8 * stage;
+  const std::uint32_t to = ring.weights + stage * G::kStageBytes;
+  mbar_arrive_expect(bar, G::kRowBlocks * bytes + (kNormed ? count * kKBlock * 2 : 0));
 #pragma unroll
-    for (int block = 0; block < G::kRowBlocks; ++block) {
-      const std::int64_t row_block =
-          static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-      const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
-                                    k_block_bytes(Weights::kBits, k_block);
-      bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
-    }
-    if constexpr (kNormed) {
-      const bf16* const own = shape.gamma[cursor.segment];
-      const bf16* const gamma = (own != nullptr ? own : shape.ones) + k_block * kKBlock;
-      bulk_copy(ring.gamma + at.stage * G::kChunkK * 2, gamma, count * kKBlock * 2, bar, policy);
-    }
+  for (int block = 0; block < G::kRowBlocks; ++block) {
+    const std::int64_t row_block =
+        static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
+    const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+                                  k_block_bytes(Weights::kBits, k_block);
+    bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
+  }
+  if constexpr (kNormed) {
+    const bf16* const own = shape.gamma[cursor.segment];
+    const bf16* const gamma = (own != nullptr ? own : shape.ones) + k_block * kKBlock;
+    bulk_copy(ring.gamma + stage * G::kChunkK * 2, gamma, count * kKBlock * 2, bar, policy);
+  }
+}
+
+// The ring's first round. It must be under way before any thread of the block waits for the kernels before:
+// griddepcontrol.wait holds up the whole block, whichever warp calls it.
+template <class Weights, int kTokenTiles, bool kNormed>
+__device__ __forceinline__ void fill_ring(const GemmShape& shape, const Ring& ring, int first, int last) {
+  const std::uint64_t policy = evict_first_policy();
+  Cursor cursor(shape, first);
+  for (int i = 0; i < min(ring.stages, last - first); ++i, cursor.next(shape))
+    copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, i, policy);
+}
+
+// All rounds after the first.
+template <class Weights, int kTokenTiles, bool kNormed>
+__device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
+  constexpr int kUnderWay = kInFlight * kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
+  const int most = min(kUnderWay, ring.stages);
+  const std::uint64_t policy = evict_first_policy();
+  RingPosition at(kProducer ^ 1);
+  RingPosition oldest(kConsumer);  // of those under way
+  int under_way = ring.stages;
+  Cursor cursor(shape, first + ring.stages);
+  for (int unit = first + ring.stages; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
+    copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
     ++under_way;
   }
-  land(0);  // a block must not end under its copies: the shared memory goes to another
+}
+
+// What fill_ring has begun, where nobody will consume it: a block must not end under its copies, since the shared
+// memory goes to another.
+__device__ __forceinline__ void land_ring(const Ring& ring, int count) {
+  for (int i = 0; i < min(ring.stages, count); ++i) mbar_wait(ring.landed + 8 * i, kConsumer);
 }
 
 // `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows

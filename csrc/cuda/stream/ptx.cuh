@@ -29,7 +29,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
 }
 
 // ---- PDL. `release_dependents` only lets the next kernel be scheduled; `wait_for_producers` is what makes data
-// visible.
+// visible. Seen on an H200: while one warp of a block waits, the others of the block stand still too. So nothing that
+// is to run beside the kernel before may come after the block's first wait.
 __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
