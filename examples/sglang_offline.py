@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Offline generation with SGLang's Engine, drafted for by eaglex on one of the target's GPUs.
 
-    python examples/sglang_offline.py --target meta-llama/Llama-3.1-8B-Instruct --draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+    python examples/sglang_offline.py --target meta-llama/Llama-3.1-8B-Instruct \\
+        --draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
     python examples/sglang_offline.py --target PATH --draft PATH --tree 'What is a draft model?'
 
 Needs sglang==0.5.17 and eaglex in one environment. The prompt is continued greedily; what is printed last is how many
