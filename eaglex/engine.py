@@ -301,7 +301,13 @@ def _fill(target: Any, **values: Any) -> Any:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
+    kind = type(owner)
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return {name: getattr(owner, name) for name in _NAMES[kind]}
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}  # dataclasses.fields() costs more than the look-ups, several times a cycle
 
 
 def _verify_tensors(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> Any:

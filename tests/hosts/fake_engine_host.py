@@ -304,6 +304,7 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
         "default_tree_mask_mode": lambda: TreeMaskMode.FULL_MASK, "mambaish_config": lambda config: None,
         "DefaultPoolConfigurator": type("Configurator", (PoolConfigurator,), dict(vars(PoolConfigurator))),
         "SchedulerWeightUpdaterManager": updater, "SpeculativeAlgorithm": Algorithm,
+        "Scheduler": type("Scheduler", (fake_host.Scheduler,), {}),
         "Phase": SimpleNamespace(DECODE="decode"), "Backend": SimpleNamespace(DISABLED="disabled"),
         "check_cuda_graph_backend": lambda phase, backend: (phase, backend) == ("decode", "disabled")
         and not setting.graphs,

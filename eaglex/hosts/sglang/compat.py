@@ -6,6 +6,7 @@ The only module that imports SGLang. The tables are read by tests/hosts against 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from dataclasses import dataclass
@@ -37,12 +38,14 @@ SYMBOLS: Final[dict[str, str]] = {
     "CaptureHiddenMode": "sglang.srt.model_executor.forward_batch_info",
     "ForwardBatch": "sglang.srt.model_executor.forward_batch_info",
     "ForwardMode": "sglang.srt.model_executor.forward_batch_info",
+    "Scheduler": "sglang.srt.managers.scheduler",
     "SchedulerWeightUpdaterManager": "sglang.srt.managers.scheduler_components.weight_updater",
     "TritonMultiStepDraftBackend": "sglang.srt.layers.attention.triton_backend",
     "get_config": "sglang.srt.utils.hf_transformers.config",
 }
 
 
+@functools.cache
 def symbol(name: str) -> Any:
     """A class or function of the host, imported when asked for.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from eaglex.hosts.draft_slots import current_stream, to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
-from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, allocate
+from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, VerifyPool
+from eaglex.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
 SHARED = ("embed_tokens", "lm_head")
@@ -64,15 +66,20 @@ class EngineDraft:
         self.graph_memory_usage: dict[str, float] = {}
         self.graph_time_usage: dict[str, float] = {}
         self._engine: DraftEngine | None = None
+        self._buffers = VerifyPool(nodes=self.speculation.num_draft_tokens, device=device)
         runner = target_worker.model_runner
         model_config = target_worker.model_config
         if model_config.model_is_mrope:
             raise ConfigError("EAGLEX does not serve a target with multimodal rotary positions (mrope).")
         started = time.perf_counter()
-        loaded = self._load(model_config)
-        self.config, self.facts, self.weights = loaded.config, loaded.facts, to_device(loaded.weights, device)
+        self.memory = draft_memory.Ledger(device)
+        with self.memory.taking("weights"):
+            loaded = self._load(model_config)
+            self.config, self.facts = loaded.config, loaded.facts
+            self._weights: DraftWeights | None = to_device(loaded.weights, device)
+        self.memory.planned["weights"] = draft_memory.own_weight_bytes(self._weights, self.facts.borrowed)
         self.weight_load_time = time.perf_counter() - started
-        self.kv_dtype = self.weights.fc.dtype
+        self.kv_dtype = self._weights.fc.dtype
         if loaded.aux.output_ids is None:
             raise ConfigError(f"{self.facts.label}: expected auxiliary layers, got none.")
         self.output_ids = loaded.aux.output_ids
@@ -145,10 +152,12 @@ class EngineDraft:
         slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
         shape = (slots, self.config.num_kv_heads, self.config.head_dim)
         # zeroed: a slot that no draft has written may be read, and NaN in it would void the draft of who reads it
-        self.draft_k, self.draft_v = (
-            [torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(self.config.num_layers)]
-            for _ in range(2)
-        )
+        with self.memory.taking("K and V"):
+            self.draft_k, self.draft_v = (
+                [torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(self.config.num_layers)]
+                for _ in range(2)
+            )
+        self.memory.planned["K and V"] = self.kv_bytes_per_token * slots
         self.req_to_token = req_to_token_pool.req_to_token
         max_batch = req_to_token_pool.size
         nodes = self.speculation.num_draft_tokens
@@ -156,31 +165,38 @@ class EngineDraft:
         self.limits = EngineLimits(max_batch=max_batch, max_rows=rows, num_slots=self.req_to_token.shape[0])
         self.translator = Translator(max_batch=max_batch, max_rows=rows, num_draft_tokens=nodes, device=self.device)
         self._build()
-        self._report(slots)
 
     def _build(self) -> None:
-        self._engine = DraftEngine(
-            self.config,
-            self.speculation,
-            limits=self.limits,
-            weights=self.weights,
-            req_to_token=self.req_to_token,
-            draft_k=self.draft_k,
-            draft_v=self.draft_v,
-        )
+        """The engine. The originals of the matrices that it keeps in an order of its own are let go of."""
+        weights, self._weights = self._weights, None
+        if weights is None:
+            weights = to_device(self._load(self.target_worker.model_config).weights, self.device)
+        borrowed = self.facts.borrowed
+        originals = [(weakref.ref(tensor), tensor.nbytes) for name, tensor in weights.named() if name not in borrowed]
+        with self.memory.taking("engine"):
+            self._engine = DraftEngine(
+                self.config,
+                self.speculation,
+                limits=self.limits,
+                weights=weights,
+                req_to_token=self.req_to_token,
+                draft_k=self.draft_k,
+                draft_v=self.draft_v,
+            )
+            del weights
+        dropped = sum(size for tensor, size in originals if tensor() is None)
+        results = sum(tensor.nbytes for tensor in vars(self._engine.results).values() if tensor is not None)
+        kept = self._engine.prepared_bytes - dropped
+        self.memory.planned["engine"] = kept + self._engine.workspace_bytes + results
 
-    def _report(self, slots: int) -> None:
-        own = draft_memory.own_weight_bytes(self.weights, self.facts.borrowed)
-        pool = sum(tensor.nbytes for tensor in (*self.draft_k, *self.draft_v))
+    def _report(self) -> None:
         logger.info(
-            "EAGLEX: draft weights %.3f GB (and the target's own %s), K and V %.3f GB (%d bytes for each of %d slots), "
-            "workspace %.3f GB, on %s.",
-            own / 1e9,
+            "EAGLEX: GPU memory %s; the draft shares %s with the target; %d bytes of K and V for each of %d slots; "
+            "drafts on %s.",
+            self.memory,
             " and ".join(self.facts.borrowed) or "nothing",
-            pool / 1e9,
             self.kv_bytes_per_token,
-            slots,
-            self.engine.workspace_bytes / 1e9,
+            self.draft_k[0].shape[0],
             self.engine.backend_name,
         )
 
@@ -192,11 +208,17 @@ class EngineDraft:
             raise ConfigError(f"target {type(model).__name__}: expected layers_to_capture={wanted}, got {seen}.")
 
     def init_cuda_graphs(self) -> None:
-        """Capture the engine's graphs; with the host's graphs off there are none."""
+        """Capture the engine's graphs; with the host's graphs off there are none. The last step of a start."""
+        self._capture()
+        self._report()
+
+    def _capture(self) -> None:
         if self.graphs:
             started = time.perf_counter()
-            self.engine.warm_up()
+            with self.memory.taking("graphs"):
+                self.engine.warm_up()
             self.graph_time_usage = {"draft_decode": time.perf_counter() - started}
+            self.graph_memory_usage = {"draft_decode": self.memory.used["graphs"] / 1e9}
 
     def renew(self) -> None:
         """The target's weights have changed, and those that the draft shares with it: the engine is made again."""
@@ -204,12 +226,10 @@ class EngineDraft:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
-        held = self._held(self.config.vocab_size, self.kv_dtype)
-        for name in self.facts.borrowed:
-            setattr(self.weights, name, held[name])
         self._engine = None  # before the next, as both would not fit beside each other
+        self.memory = draft_memory.Ledger(self.device)
         self._build()
-        self.init_cuda_graphs()
+        self._capture()
 
     def forget(self) -> None:
         """No slot has a draft any more."""
@@ -221,7 +241,7 @@ class EngineDraft:
         A request without a draft for its length is verified with its root alone.
         """
         requests, nodes = batch.seq_lens.shape[0], self.speculation.num_draft_tokens
-        buffers = allocate(self._mask_place(batch), requests=requests, nodes=nodes, device=self.device)
+        buffers = self._buffers.take(self._mask_place(batch), requests=requests)
         tensors = buffers.tensors
         self.engine.tree(
             tensors,
@@ -231,9 +251,9 @@ class EngineDraft:
             stream=current_stream(self.device),
         )
         return compat.symbol("EagleVerifyInput")(
-            draft_token=tensors.draft_tokens.view(-1),
+            draft_token=buffers.draft_tokens,
             custom_mask=buffers.custom_mask,
-            positions=tensors.positions.view(-1),
+            positions=buffers.positions,
             retrieve_index=tensors.retrieve_index,
             retrieve_next_token=tensors.retrieve_next_token,
             retrieve_next_sibling=tensors.retrieve_next_sibling,

@@ -2,7 +2,7 @@
 
 One forward: join the last draft; turn the drafts of the batch's slots into the verifier's input and verify (or
 prefill); publish the lengths; fork the next draft. When it is enqueued is what `worker.py` has settled: with overlapped
-scheduling at the next forward's top, else before the forward returns.
+scheduling at the end of the scheduler's turn, else before the forward returns.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._fence = Fence()
         manager = compat.symbol("SchedulerWeightUpdaterManager")
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
+        hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
         logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
@@ -155,6 +156,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""
         self._stream.drain()
+        logger.info("EAGLEX: requests since the start, by outcome: %s.", self._draft_worker.engine.counters())
         self._draft_worker.forget()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

@@ -84,8 +84,11 @@ class Translator:
             raise ShapeError(f"max_rows: expected at least {max_batch * num_draft_tokens}, got {max_rows}")
         self.max_batch, self.max_rows, self.num_draft_tokens = max_batch, max_rows, num_draft_tokens
         self.device = device
-        self._row_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * num_draft_tokens
+        row_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * num_draft_tokens
         self._drafted = torch.ones(max_batch, dtype=torch.bool, device=device)
+        # by B, since a slice costs as much CPU time as handing the tensor over
+        self._row_starts = [row_start[: requests + 1] for requests in range(max_batch + 1)]
+        self._drafteds = [self._drafted[:requests] for requests in range(max_batch + 1)]
 
     def after_verify(self, verified: Verified) -> DraftBatch:
         """All requests, each drafted from its last accepted row."""
@@ -93,9 +96,9 @@ class Translator:
         return DraftBatch(
             aux_hidden_states=verified.hidden_states,
             input_ids=verified.next_token_ids,
-            row_start=self._row_start[: requests + 1],
+            row_start=self._row_starts[requests],
             num_valid=verified.accept_lens,
-            draft_from=self._drafted[:requests],
+            draft_from=self._drafteds[requests],
             req_pool_indices=verified.req_pool_indices,
             seq_lens=verified.seq_lens,
             out_cache_loc=verified.out_cache_loc,
