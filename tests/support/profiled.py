@@ -19,8 +19,8 @@ CYCLES = "cycles under observation"
 def calls_of_the_runtime(*, window: bool) -> Iterator[collections.Counter[str]]:
     """How often each function of CUDA's runtime is called; with `window` only in the range named CYCLES.
 
-    The profiler's own calls (it synchronises at its end) are outside that range. Its two clocks agree to some
-    microseconds after a second and badly before, so a window needs a session that has lasted that long.
+    That leaves out the profiler's own calls (it synchronises at its end), but range and calls are dated by two clocks:
+    in sessions of a few milliseconds no call was found within the range, so a window is for those of a second.
     """
     calls: collections.Counter[str] = collections.Counter()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
