@@ -308,7 +308,7 @@ def server_args(setting: Setting) -> Any:
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
         model_path=str(TINY / "target"), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
         max_speculative_num_draft_tokens=max((setting.nodes, *(steps + 1 for steps in setting.adaptive))),
-        speculative_adaptive_config="adaptive.json",
+        speculative_adaptive_config="adaptive.json", enable_metrics=setting.metrics, served_model_name="tiny",
     )  # fmt: skip
 
 
@@ -351,7 +351,9 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
             sys.modules.pop(name, None)
         try:
             host.worker_target = target = TargetWorker(setting)
-            made = importlib.import_module(MODULES[1]).EaglexEngineWorker(server_args(setting), 0, None, 0, target)
+            made = importlib.import_module(MODULES[1]).EaglexEngineWorker(
+                server_args(setting), 0, SimpleNamespace(tp_rank=0, tp_size=1), 0, target
+            )
             host.worker, host.symbols = made, symbols
             made.alloc_memory_pool(
                 memory_pool_config=PoolConfig(setting.pool),

@@ -181,6 +181,7 @@ class Setting:
     draft: Path = TINY / "draft"
     pausing: bool = False
     adaptive: tuple[int, ...] = ()
+    metrics: bool = False
 
 
 SPENT = [0.0]  # seconds that the target's graphs have run

@@ -22,6 +22,7 @@ from eaglex.engine import DraftBatch, DraftEngine
 from eaglex.errors import ConfigError
 from eaglex.hosts.draft_slots import current_stream, to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
+from eaglex.hosts.sglang.metrics import Metrics
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, VerifyPool
@@ -68,6 +69,7 @@ class EngineDraft:
         self.graph_memory_usage: dict[str, float] = {}
         self.graph_time_usage: dict[str, float] = {}
         self._engine: DraftEngine | None = None
+        self.metrics: Metrics | None = None
         self._buffers: dict[int, VerifyPool] = {}  # by nodes per request
         runner = target_worker.model_runner
         model_config = target_worker.model_config
@@ -229,6 +231,8 @@ class EngineDraft:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
         self._engine = None  # before the next, as both would not fit beside each other
+        if self.metrics is not None:
+            self.metrics.restart()
         self.memory = draft_memory.Ledger(self.device)
         self._build()
         self._capture()
@@ -298,6 +302,8 @@ class EngineDraft:
     def _launch(self, batch: DraftBatch) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
         run(batch, current_stream(self.device))
+        if self.metrics is not None:
+            self.metrics.after_launch(self.engine.results.counters)
 
     def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
         """One launch after a verification of so many requests and nodes, all accepted, to be timed at start.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eaglex.errors import ConfigError
-from eaglex.hosts.sglang import compat, hooks, options, step_choice
+from eaglex.hosts.sglang import compat, hooks, metrics, options, step_choice
 from eaglex.hosts.sglang.engine_draft import EngineDraft
 from eaglex.hosts.sglang.steps import Always, StepPlan
 from eaglex.hosts.sglang.stream import DraftStream, Fence, Work
@@ -76,6 +76,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             self.server_args, self._draft_worker, self.target_worker.model_runner, pausing=options.read().pausing
         )
         self._plan, self._states = StepPlan(chosen.choice), chosen.states
+        self._draft_worker.metrics = metrics.of(self.server_args, self.ps.tp_rank, self._draft_worker.device)
         if chosen.states is not None:
             self._additional_graph_memory_usage["target_verify"] = chosen.gigabytes
             self._additional_graph_time_usage["target_verify"] = chosen.seconds
@@ -145,6 +146,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The host has the accept counts of one verification on the CPU; the same on all ranks, in the same order."""
         self._plan.observe(num_correct_drafts_per_req, batch_size)
+        if self._draft_worker.metrics is not None:
+            self._draft_worker.metrics.paused(self._plan.paused_cycles)
 
     def verify(self, batch: Any, grammar_barrier: Any = None) -> Any:
         """The host's verification of `batch.spec_info`."""
