@@ -30,12 +30,14 @@ class StepPlan:
     """One forward after the other: what is verified now, and whether a draft is made for the next.
 
     A draft must have been made before it can be verified, so the first verification after a pause checks roots alone.
-    Results come back some forwards later, in the order of the forwards.
+    Results come back some forwards later, in the order of the forwards; those of the last BEHIND are remembered.
     """
+
+    BEHIND: ClassVar[int] = 64  # the host's results are two forwards late
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
-        self._issued: deque[int] = deque()
+        self._issued: deque[int] = deque(maxlen=self.BEHIND)
         self.drafting = True
         self.paused_cycles = 0
 

@@ -90,6 +90,7 @@ class Translator:
             drafting: self._slices(torch.full((max_batch,), drafting, dtype=torch.bool, device=device), 0)
             for drafting in (True, False)
         }
+        self.row_starts(num_draft_tokens)
 
     def _slices(self, tensor: Tensor, more: int) -> list[Tensor]:
         """The first B + more elements, for every B."""
