@@ -177,4 +177,5 @@ def test_soak(name) -> None:
         patch.setattr("eaglex.engine._extension", built)
         oracle = Rig(config, speculation, layout=Layout(**test_cuda_soak.LAYOUT))
     assert oracle.engine.backend_name == "cpu"
-    test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60)
+    tally = test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60).tally
+    assert tally.unclear <= max(3, tally.drafts // 200)
