@@ -9,6 +9,9 @@ Dummy weights of the Llama-3.1-8B shape with LAYERS (8) layers of target; every 
 (SGLANG_SIMULATE_ACC_LEN), whatever was drafted. All engines are up at once, and rounds are taken in turn, one engine at
 work at a time; a figure is the median over the rounds.
 
+Two more engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
+`none`), and `socket`, SGLang's own draft run by eaglex's first worker.
+
 Environment: ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
 (1), NCCL_ONLY=1 (without SGLang's own all-reduce), ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the
 drafter. Exit status 1: an engine is missing.
@@ -34,8 +37,13 @@ from serve_parts.engine import batches, one, speculation
 from socket_check import Process, about, until
 from socket_parts.engine import write
 
-ENGINES = ("eaglex", "eagle3", "none")
-ACCEPTED = "3"
+OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
+    "eaglex": {"drafter": "engine"},
+    "pausing": {"drafter": "engine", "pausing": True},
+    "socket": {"drafter": "host"},
+}
+ENGINES = ("eaglex", "eagle3", "none", "pausing", "socket")
+ACCEPTED = {"pausing": "1"}  # "3" elsewhere
 
 
 def install(site: Path) -> None:
@@ -51,12 +59,12 @@ def install(site: Path) -> None:
 
 def process_of(name: str, out: Path, number: int) -> Process:
     result = out / f"serve-{name}.json"
-    environment = {"SGLANG_SIMULATE_ACC_LEN": ACCEPTED, "SERVE_PROBE_ENGINE": name}
+    environment = {"SGLANG_SIMULATE_ACC_LEN": ACCEPTED.get(name, "3"), "SERVE_PROBE_ENGINE": name}
     if name != "none":
         environment["SERVE_PROBE"] = str(out / f"serve-{name}.probe")
-    if name == "eaglex":
+    if name in OWN:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
-        environment["EAGLEX_OPTIONS"] = json.dumps(chosen | {"drafter": "engine"})
+        environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
     devices = ",".join(map(str, range(int(os.environ.get("TP", "1")))))
     return Process(["serve", name, str(result)], result, devices, 23000 + 11 * number, environment)
 
@@ -82,7 +90,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
         rows.append({
             "engine": name,
             "tp": int(os.environ.get("TP", "1")),
-            "placement": chosen.get("placement", "rank0") if name == "eaglex" else None,
+            "placement": chosen.get("placement", "rank0") if name in OWN else None,
             "precision": "bf16",
             "p2p": os.environ.get("NCCL_P2P_DISABLE") != "1",
             "batch": batch,
@@ -97,7 +105,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "host_us": median([h + late if h is not None else None for h, late in host]),
             "ttft_ms": median([r["ttft_ms"] for r in rounds]),
             "accept_length": median([m["accept_length"] for m in measured]),
-            "paused_cycles": 0,
+            "paused_cycles": max(r["probe"].get("paused_cycles", 0) for r in rounds),
             "startup_s": startup,
             "memory_gb": median([u / 1e9 if u else None for u in used]),
             "commit": commit,
@@ -110,18 +118,18 @@ def table(report: dict[str, Any]) -> list[str]:
     """A line for each row, and each engine's speed against EAGLE3's."""
     stock = {row["batch"]: row for row in report["rows"] if row["engine"] == "eagle3"}
     shown = ["batch", "tok_s", "cycle_us", "draft_us", "extend_us", "verify_us", "host_us", "ttft_ms", "accept_length"]
-    shown += ["startup_s", "memory_gb"]
+    shown += ["paused_cycles", "startup_s", "memory_gb"]
     lines = ["| engine | " + " | ".join(shown) + " | x EAGLE3 |", "|---" * (len(shown) + 2) + "|"]
     for row in report["rows"]:
         other = stock.get(row["batch"])
         against = f"{row['tok_s'] / other['tok_s']:.3f}" if other else ""
-        lines.append(f"| {row['engine']} | " + " | ".join(str(row[key]) for key in shown) + f" | {against} |")
+        lines.append(f"| {row['engine']} | " + " | ".join(str(row.get(key)) for key in shown) + f" | {against} |")
     return lines
 
 
 def run(out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    names = [name.strip() for name in os.environ.get("ENGINES", "; ".join(ENGINES)).split(";")]
+    names = [name.strip() for name in os.environ.get("ENGINES", "eaglex; eagle3; none").split(";")]
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
         sys.exit(f"ENGINES: expected some of {list(ENGINES)}, got {unknown}")

@@ -37,6 +37,12 @@ std::int64_t rows_of(const Linear& linear) {
   return rows;
 }
 
+stream::Precision precision_of(const Linear& linear, const DraftConfig& config) {
+  const bool is_qkv = linear.num_parts == 3;
+  const auto segments = is_qkv ? static_cast<int>(linear.parts[0].shape[1] / config.hidden_size) : 1;
+  return stream::precision_of({linear.parts, static_cast<std::size_t>(linear.num_parts)}, segments);
+}
+
 // The three kinds of matrix differ in how many are read together.
 stream::TileOrder order_of(const Linear& linear, const DraftConfig& config) {
   return linear.num_parts == 3   ? stream::qkv_order(config)
@@ -73,11 +79,12 @@ class StreamChain final : public FastChain {
       for (int i = 0; i < linear.num_parts && !is_fc; ++i) {
         if (linear.num_parts < 3 || i == 0) only_skinny_.insert(linear.parts[i].data);
       }
-      void*& tiles = tiles_[linear.parts[0].data];
-      if (tiles != nullptr) continue;
-      tiles = setup.device(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], 16));
-      stream::retile({linear.parts, static_cast<std::size_t>(linear.num_parts)}, order_of(linear, context_.config),
-                     tiles, nullptr);
+      stream::Tiles& tiles = tiles_[linear.parts[0].data];
+      if (tiles.data != nullptr) continue;
+      const stream::Precision precision = precision_of(linear, context_.config);
+      void* const memory = setup.tiles(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], precision));
+      tiles = stream::retile({linear.parts, static_cast<std::size_t>(linear.num_parts)},
+                             order_of(linear, context_.config), precision, memory, nullptr);
     }
     plan_ = stream::make_plan(device, needs, setup.device(stream::workspace_bytes(device, needs)));
     plan_.failed = static_cast<std::uint32_t*>(setup.pinned(sizeof(std::uint32_t)));
@@ -213,7 +220,7 @@ class StreamChain final : public FastChain {
 
   [[nodiscard]] Linear tiled(const Linear& linear) const {
     Linear with_tiles = linear;
-    with_tiles.prepared = tiles_.at(linear.parts[0].data);
+    with_tiles.prepared = &tiles_.at(linear.parts[0].data);
     return with_tiles;
   }
 
@@ -229,8 +236,8 @@ class StreamChain final : public FastChain {
   int device_ = 0;
   std::vector<void*> pool_k_, pool_v_;
   bool attends_;
-  std::unordered_map<const void*, void*> tiles_;  // by where the first part's original lies
-  std::unordered_set<const void*> only_skinny_;   // matrices that a draft of one layer uses on few rows only
+  std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
+  std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
 };
@@ -244,8 +251,8 @@ std::string FastChain::refusal(const Setup& setup) {
   if (setup.context.kv.dtype != DType::kBF16) return concat("draft_k of ", name_of(setup.context.kv.dtype));
   for (const Linear& linear : setup.weights) {
     for (int i = 0; i < linear.num_parts; ++i) {
-      const TensorView& part = linear.parts[i];
-      if (part.dtype != DType::kBF16) return concat("weights of ", name_of(part.dtype));
+      const Matrix& part = linear.parts[i];
+      if (part.dtype != DType::kBF16 && !part.packed()) return concat("weights of ", name_of(part.dtype));
       if (!aligned(part)) return "a matrix that is not aligned to 16 bytes";
       if (part.shape[1] % kKMultiple != 0) return concat("a matrix of ", part.shape[1], " columns");
     }

@@ -27,6 +27,7 @@ class FastChain {
     const DraftBatch* batch = nullptr;         // the device's copy of the parameter block
     std::int32_t* drafting = nullptr;          // Chain::drafting
     std::function<void*(std::size_t)> device;  // memory on the device, zeroed
+    std::function<void*(std::size_t)> tiles;   // the same, for the weights
     std::function<void*(std::size_t)> pinned;  // memory of the host that the device can write, zeroed
   };
 

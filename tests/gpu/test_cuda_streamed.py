@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import random_weights
 from support.rig import Ask, Layout
-from support.streamed import STREAMS, PaddedRig, StreamedRig, make_streamed_config, streamed
+from support.streamed import STREAMS, PaddedRig, PlainChainRig, StreamedRig, make_streamed_config, streamed
 from test_cuda_engine import (  # noqa: F401
     test_a_row_that_is_not_finite_costs_its_own_draft_only,
     test_bad_indices_touch_nothing,
@@ -195,7 +195,7 @@ def test_a_key_that_overflows_bf16_is_zero() -> None:
     assert bool(rig.draft_v[0][at].isfinite().all())
 
 
-class HalfRig(StreamedRig):
+class HalfRig(PlainChainRig):
     """The same in fp16, which the plain chain runs."""
 
     dtype = torch.float16

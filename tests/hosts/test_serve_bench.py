@@ -43,6 +43,7 @@ def a_round(tok_s: float, extend: float) -> dict[str, Any]:
         "batches": {"1": {"tok_s": tok_s, "cycle_us": 3e6 / tok_s, "accept_length": 3.0}}, "ttft_ms": 9.0,
         "probe": {
             "stages": {name: {"1": {"median": us, "n": 9}} for name, us in stages.items()}, "gpu_bytes": 2 * 10**9,
+            "paused_cycles": 4,
         },
     }  # fmt: skip
 
@@ -53,7 +54,7 @@ def test_a_row_is_the_median_over_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     (row,) = serve_bench.rows_of("eaglex", rounds, startup=40.0, commit="abc")
     expected = {
         "engine": "eaglex", "tok_s": 900, "draft_us": 1110.0, "extend_us": 1100, "host_us": 100.0, "memory_gb": 2.0,
-        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 0,
+        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 4,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     (none,) = serve_bench.rows_of("none", [a_round(450, 1) | {"probe": {}}], startup=30.0, commit="abc")
@@ -62,6 +63,20 @@ def test_a_row_is_the_median_over_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     lines = serve_bench.table({"rows": [row, stock, none]})
     assert lines[2].endswith("| 1.500 |")
     assert lines[4].endswith("| 0.750 |")
+
+
+@pytest.mark.parametrize("name", serve_bench.ENGINES)
+def test_an_engine_has_its_own_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEX_OPTIONS", '{"max_rows": 512}')
+    found = serve_bench.process_of(name, tmp_path, 0).environment
+    assert found["SGLANG_SIMULATE_ACC_LEN"] == ("1" if name == "pausing" else "3")
+    assert ("SERVE_PROBE" in found) is (name != "none")
+    wanted = {
+        "eaglex": {"drafter": "engine"}, "pausing": {"drafter": "engine", "pausing": True},
+        "socket": {"drafter": "host"},
+    }.get(name)  # fmt: skip
+    chosen = json.loads(found["EAGLEX_OPTIONS"]) if "EAGLEX_OPTIONS" in found else None
+    assert chosen == (wanted | {"max_rows": 512} if wanted else None)
 
 
 def test_the_probe_counts_a_forward_without_its_verification(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ class StreamedRig(CudaRig):
     """
 
     dtype = torch.bfloat16
+    backend = STREAMS
     pad = False  # every batch to max_batch lanes: then all run in one graph, and a request's bits depend on it alone
 
     def __init__(self, config: DraftConfig, speculation: SpeculationConfig, *, layout: Layout | None = None,
@@ -64,15 +65,17 @@ class StreamedRig(CudaRig):
         if weights is None and share is None:
             weights = random_weights(config, dtype=self.dtype)
         layout = layout or (share.layout if share else Layout())
-        layout = dataclasses.replace(layout, kv_dtype=self.dtype, aux_dtype=self.dtype, aux_gap=8 * layout.aux_gap)
+        layout = self.layout_of(layout)
         self.judge = Judge(config, speculation)
         self.plain: dict[int, reference.DraftCache] = share.plain if isinstance(share, StreamedRig) else {}
         super().__init__(config, speculation, layout=layout, weights=weights, share=share)
         self.check_backend()
 
+    def layout_of(self, layout: Layout) -> Layout:
+        return dataclasses.replace(layout, kv_dtype=self.dtype, aux_dtype=self.dtype, aux_gap=8 * layout.aux_gap)
+
     def check_backend(self) -> None:
-        expected = STREAMS if self.dtype == torch.bfloat16 else PLAIN
-        assert self.engine.backend_name == expected
+        assert self.engine.backend_name == self.backend
 
     def batch(self, asks: list[Ask | None]) -> Any:
         missing = self.layout.max_batch - len(asks) if self.pad else 0
@@ -135,3 +138,9 @@ class PaddedRig(StreamedRig):
     """Bits may be compared: every cycle of up to max_batch lanes runs in the largest graph."""
 
     pad = True
+
+
+class PlainChainRig(StreamedRig):
+    """The same under EAGLEX_CHAIN=plain, or in a type that does not stream."""
+
+    backend = PLAIN

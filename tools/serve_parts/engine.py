@@ -62,7 +62,7 @@ class Timed:
 
         self.choose = random.Random(1)
         target, draft = write_configs(out.parent / f"{out.stem}-files", SHAPE)
-        if name == "eaglex":  # reads a draft's files; the host makes dummy weights itself
+        if name in ("eaglex", "pausing"):  # reads a draft's files; the host makes dummy weights itself
             write_weights(target, draft, SHAPE, DRAFT_VOCAB)
         options: dict[str, Any] = {
             "load_format": "dummy", "max_total_tokens": 72000, "max_running_requests": max(batches()),
@@ -71,7 +71,7 @@ class Timed:
         }  # fmt: skip
         if setting("NCCL_ONLY", ""):
             options["disable_custom_all_reduce"] = True
-        algorithm: str | None = {"eaglex": "EAGLEX", "eagle3": "EAGLE3"}.get(name)
+        algorithm: str | None = {"none": None, "eagle3": "EAGLE3"}.get(name, "EAGLEX")
         if algorithm is None:
             for key in speculation():
                 del options[key]
@@ -140,7 +140,8 @@ class Timed:
                 if values:
                     median = statistics.median(values)
                     stages.setdefault(stage, {})[batch] = {"median": round(median, 1), "n": len(values)}
-        return {"stages": stages, "gpu_bytes": used_by(found["pid"]), "reserved_bytes": found["reserved_bytes"]}
+        kept = {key: found[key] for key in ("reserved_bytes", "paused_cycles")}
+        return {"stages": stages, "gpu_bytes": used_by(found["pid"]), **kept}
 
 
 def used_by(pid: int) -> int | None:

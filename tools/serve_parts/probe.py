@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 EVERY = 4
-cycle: dict[str, Any] = {"number": 0, "batch": 0, "verify": 0.0, "inside": False}
+cycle: dict[str, Any] = {"number": 0, "batch": 0, "verify": 0.0, "inside": False, "paused": 0}
 pending: list[tuple[str, int, Any, Any]] = []
 rows: list[tuple[str, int, float]] = []
 
@@ -93,6 +93,8 @@ def forward(owner: Any, path: str) -> None:
         cycle["inside"] = True
         result = original(self, batch, *arguments, **options)
         cycle["inside"] = False
+        if hasattr(self, "_plan"):
+            cycle["paused"] = self._plan.paused_cycles
         if not sampled():
             own = time.perf_counter() - start - cycle["verify"] - cycle["published"]
             rows.append(("host", cycle["batch"], own * 1e6))
@@ -122,6 +124,7 @@ def write(path: str) -> None:
     torch.cuda.synchronize()
     rows.extend((stage, batch, start.elapsed_time(stop) * 1e3) for stage, batch, start, stop in pending)
     found = {"pid": os.getpid(), "rows": rows, "reserved_bytes": torch.cuda.memory_reserved()}
+    found["paused_cycles"] = cycle["paused"]
     with open(path + ".part", "w") as file:
         json.dump(found, file)
     pending.clear()
@@ -135,7 +138,7 @@ def activate() -> None:
     path, engine = os.environ.get("SERVE_PROBE"), os.environ.get("SERVE_PROBE_ENGINE")
     if not path or engine == "none":
         return
-    if engine == "eaglex":
+    if engine in ("eaglex", "pausing"):
         from eaglex.hosts.sglang.engine_draft import EngineDraft
         from eaglex.hosts.sglang.engine_worker import EaglexEngineWorker as Worker
         from eaglex.hosts.sglang.stream import DraftStream
@@ -143,6 +146,11 @@ def activate() -> None:
         launch(DraftStream)
         timed(EngineDraft, "draft", "draft")
         timed(EngineDraft, "draft_verified", "extend")
+    elif engine == "socket":
+        from eaglex.hosts.sglang.stream import DraftStream
+        from eaglex.hosts.sglang.worker import EaglexWorker as Worker
+
+        launch(DraftStream)
     else:
         from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
         from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2 as Worker

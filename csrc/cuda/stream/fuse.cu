@@ -10,6 +10,7 @@ namespace {
 template <bool kWithNorm>
 struct FuseStep : PlainStep {
   static constexpr bool kNormed = kWithNorm;
+  static constexpr bool kLowBit = false;
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
@@ -57,7 +58,6 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
   const int rows = rows_of(params.fc);
   const int k = columns_of(params.fc) / segments;
   GemmShape shape;
-  shape.tiles = tiles_of(params.fc);
   shape.eps = context.config.rms_norm_eps;
   shape.release = Release::kAfterWait;  // so that what follows may read at once what admit has written
   if constexpr (Step::kNormed) {
@@ -69,7 +69,9 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
   auto* const hidden = static_cast<bf16*>(params.hidden) + static_cast<std::int64_t>(plan.first_row) * rows;
   const typename Step::Params step{context,  batch, params.rows,   static_cast<const bf16*>(plan.idle_row), hidden, k,
                                    segments, rows,  plan.first_row};
-  launch_gemm<Step>(plan, problem_of<Step>(rows, k, segments, params.rows.max_rows), 0, shape, step, stream);
+  const Tiles& tiles = tiles_of(params.fc);
+  launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), 0, shape, step,
+                    stream);
 }
 
 }  // namespace

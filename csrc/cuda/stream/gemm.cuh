@@ -8,13 +8,9 @@
 // is applied to the sums, so nobody reads x twice and no kernel stands in between.
 #pragma once
 
-#include "cuda/stream/reduce.cuh"
+#include "cuda/stream/multiply.cuh"
 
 namespace eaglex::stream {
-
-__device__ __forceinline__ void scale_pairs(std::uint32_t& x, std::uint32_t gamma) {
-  x = pack(__hmul2(unpack(x), unpack(gamma)));
-}
 
 template <class Weights, int kTokenTiles, class Step>
 class Consumer : TileSums<Weights, kTokenTiles, Step> {
@@ -29,7 +25,8 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
   using Base::shape_;
   using Base::shared_;
   using typename Base::G;
-  static constexpr int kSums = kTokenTiles <= 2 ? 2 : 1;  // with few tokens two chains of mma hide each other's latency
+  using Multiply = Multiplier<Weights, kTokenTiles, kNormed>;
+  static constexpr int kSums = Multiply::kSums;
 
  public:
   __device__ Consumer(const GemmShape& shape, const typename Step::Params& params, const Ring& ring, std::byte* shared,
@@ -43,6 +40,7 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
     RingPosition at(kConsumer);
     for (int unit = first; unit < last;) {
       const int tile = unit / per_tile_;
+      if (Weights::kRowScales && role_.half == 0 && role_.lane == 0) touch(row_scales(tile));
       const int piece_begin = unit;
       const int piece_end = min(last, (tile + 1) * per_tile_);
       float acc[kTokenTiles][4];
@@ -72,40 +70,29 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
     const int g = role_.lane / 4;
     const int q = role_.lane % 4;
     const int k_block = role_.half * G::kWarpKBlocks;
-    const int last_chunk_blocks = shape_.k / kKBlock - (shape_.chunks_per_segment - 1) * G::kKBlocks;
-    const bool scaled = kNormed && shape_.gamma[segment] != nullptr;
-    const std::byte* const weights = shared_ + role_.strip / 4 * (kChunkBytes / G::kRowBlocks) +
-                                     (k_block * 4 + role_.strip % 4) * Weights::kPieceBytes;
-    const std::byte* const x = shared_ + at_.x + (k_block * shape_.tokens + g) * 64 + q * 16;
-    const std::byte* const gamma = shared_ + at_.gamma + k_block * 64 + q * 16;
+    const int last_blocks = shape_.k / kKBlock - (shape_.chunks_per_segment - 1) * G::kKBlocks - k_block;
+    const Multiply multiply{role_, shape_.tokens};
+    const typename Multiply::Operands all{
+        shared_ + role_.strip / 4 * (G::kStageBytes / G::kRowBlocks) + Weights::offset(k_block),
+        shared_ + at_.x + (k_block * shape_.tokens + g) * 64 + q * 16, shared_ + at_.gamma + k_block * 64 + q * 16};
     int chunk = (unit - segment * shape_.chunks_per_segment) % per_tile_;
     for (; unit < end; ++unit, ++chunk) {
       mbar_wait(ring_.full + 8 * at.stage, at.phase);
       mbar_wait(ring_.landed + 8 * at.stage, at.phase);
-      const std::byte* const weights_now = weights + at.stage * kChunkBytes;
-      const std::byte* const x_now = x + at.stage * ring_.x_bytes;
-      const std::byte* const gamma_now = gamma + at.stage * G::kChunkK * 2;
+      const auto now = all.at(at.stage, ring_.x_bytes);
       // Rows beyond the last token are whatever follows in shared memory: they only reach columns that nobody reads.
-      // K is a multiple of 64: a last chunk is whole or half, and of a half one this warp has all its blocks or none.
-      if (chunk + 1 < shape_.chunks_per_segment || k_block < last_chunk_blocks) {
+      // K is a multiple of 64: of a segment's last chunk this warp has an even number of blocks, or none.
+      const int blocks = chunk + 1 < shape_.chunks_per_segment ? G::kWarpKBlocks : min(G::kWarpKBlocks, last_blocks);
+      if constexpr (kNormed) multiply.add_all_squares(now, blocks, squares);
+      if (blocks == G::kWarpKBlocks) {
 #pragma unroll
-        for (int kb = 0; kb < G::kWarpKBlocks; ++kb) {
-          std::uint32_t a[2][4];
-          Weights::load(weights_now + kb * 4 * Weights::kPieceBytes, role_.lane, a);
-          uint4 scale;
-          if (kNormed && scaled) scale = *reinterpret_cast<const uint4*>(gamma_now + kb * 64);
-          if (kNormed && role_.strip < kTokenTiles)
-            add_squares(x_now + (kb * shape_.tokens + role_.strip * 8) * 64, squares);
-#pragma unroll
-          for (int t = 0; t < kTokenTiles; ++t) {
-            uint4 b = *reinterpret_cast<const uint4*>(x_now + (kb * shape_.tokens + t * 8) * 64);
-            if (kNormed && scaled) {
-              scale_pairs(b.x, scale.x), scale_pairs(b.y, scale.y), scale_pairs(b.z, scale.z),
-                  scale_pairs(b.w, scale.w);
-            }
-            mma_bf16(sums[0][t], a[0], b.x, b.y);
-            mma_bf16(sums[kSums - 1][t], a[1], b.z, b.w);
-          }
+        for (int kb = 0; kb < G::kWarpKBlocks; kb += Multiply::kBatch)
+          multiply.template add<Multiply::kBatch>(now, kb, kGroupBlocks, sums);
+      } else if constexpr (G::kWarpKBlocks > 2) {
+#pragma unroll 1
+        for (int kb = 0; kb < blocks; kb += 2) {
+          const int group = min(kGroupBlocks, blocks - kb / kGroupBlocks * kGroupBlocks);
+          multiply.template add<2>(now, kb, group, sums);
         }
       }
       __syncwarp();
@@ -120,18 +107,24 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
     this->merge_halves(acc, squares);
   }
 
-  // The diagonal of x xᵀ for one n8 tile of tokens: its lanes hold tokens as rows of A (g) and as columns of B (2q, 2q
-  // + 1).
-  __device__ static __forceinline__ void add_squares(const std::byte* x, float (&squares)[4]) {
-    const uint4 b = *reinterpret_cast<const uint4*>(x);
-    const std::uint32_t first[4] = {b.x, 0, b.y, 0};
-    const std::uint32_t second[4] = {b.z, 0, b.w, 0};
-    mma_bf16(squares, first, b.x, b.y);
-    mma_bf16(squares, second, b.z, b.w);
+  // Of the first row of this warp's strip.
+  __device__ __forceinline__ const float* row_scales(int tile) const {
+    return shape_.row_scales + (shape_.first_row_tile + tile) * G::kTileRows + role_.strip * kStripRows;
   }
 
-  __device__ __forceinline__ void epilogue(int tile, const float (&acc)[kTokenTiles][4]) {
+  __device__ __forceinline__ void epilogue(int tile, float (&acc)[kTokenTiles][4]) {
     mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there; passes at once ever after
+    if (Weights::kRowScales && role_.half == 0) {
+      constexpr float kRest = Multiply::kRest;
+      const float* const scales = row_scales(tile) + this->opaque_lane() / 4;
+      const float low = __ldg(scales);
+      const float high = __ldg(scales + 8);
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        acc[t][0] *= kRest, acc[t][1] *= kRest, acc[t][2] *= kRest, acc[t][3] *= kRest;
+        acc[t][0] *= low, acc[t][1] *= low, acc[t][2] *= high, acc[t][3] *= high;
+      }
+    }
     Step::template tile<kTokenTiles>(params_, this->view_of(tile), acc);
   }
 };

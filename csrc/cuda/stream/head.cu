@@ -133,13 +133,14 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
   expect_range("topk", topk, 1, plan.needs.topk);
   expect_bf16("norm", params.norm);
   GemmShape shape;
-  shape.tiles = tiles_of(params.lm_head);
   shape.gamma[0] = params.norm.as<const bf16>();
   shape.eps = context.config.rms_norm_eps;
   const int vocab = rows_of(params.lm_head);
   const int k = columns_of(params.lm_head);
   const HeadStep::Params step{static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats};
-  return launch_gemm<HeadStep>(plan, problem_of<HeadStep>(vocab, k, 1, params.rows.max_rows), 0, shape, step, stream);
+  const Tiles& tiles = tiles_of(params.lm_head);
+  return launch_gemm<HeadStep>(plan, tiles, problem_of<HeadStep>(tiles, vocab, k, 1, params.rows.max_rows), 0, shape,
+                               step, stream);
 }
 
 }  // namespace eaglex::stream

@@ -16,8 +16,8 @@ using bf16 = __nv_bfloat16;
 // one's wait: it may then read, before its own wait, all that was written before this one.
 enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 
-// So many stages of a block are under way at once when its ring has been filled. More would only queue up in front of the
-// memory, and what a step needs beside its weights would wait behind them.
+// So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
+// front of the memory, and what a step needs beside its weights would wait behind them.
 inline constexpr int kInFlight = 2;
 // And so many are under way before the block waits for the kernels before; all, if its ring has no more.
 inline constexpr int kBeforeWait = kMaxStages;
@@ -25,6 +25,8 @@ inline constexpr int kBeforeWait = kMaxStages;
 // One launch, without what its step adds.
 struct GemmShape {
   const std::byte* tiles = nullptr;
+  const float* row_scales = nullptr;     // FP8: [padded rows], in the tiles' order
+  const bf16* ones = nullptr;            // [k]: gamma of a segment without a norm
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
   int before_wait = kBeforeWait;
@@ -53,7 +55,8 @@ struct Geometry {
   static constexpr int kRowWarps = kTileRows / kStripRows;
   static constexpr int kHalves =
       kConsumerWarps / kRowWarps;  // warps that share a strip, each with its part of a chunk's k
-  static constexpr int kChunkK = kChunkBytes * 8 / Weights::kBits / kTileRows;
+  static constexpr int kStageBytes = stage_bytes(Weights::kBits, kTokenTiles);
+  static constexpr int kChunkK = chunk_bytes(Weights::kBits, kTokenTiles) * 8 / Weights::kBits / kTileRows;
   static constexpr int kKBlocks = kChunkK / kKBlock;
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
   static constexpr int kTokens = 8 * kTokenTiles;
@@ -112,24 +115,26 @@ template <class Weights, int kTokenTiles, bool kNormed>
 __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring& ring, const Cursor& cursor, int stage,
                                              std::uint64_t policy) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kKBlockBytes = kBlockRows / kStripRows * Weights::kPieceBytes;  // of one row block
   const int k_blocks = shape.k / kKBlock;
+  const std::int64_t segment_bytes = k_block_bytes(Weights::kBits, k_blocks);
   const int k_block = cursor.chunk * G::kKBlocks;
   const int count = min(G::kKBlocks, k_blocks - k_block);
-  const std::uint32_t bytes = count * kKBlockBytes;
+  const auto bytes = static_cast<std::uint32_t>(k_block_bytes(Weights::kBits, count));
   const std::uint32_t bar = ring.landed + 8 * stage;
-  const std::uint32_t to = ring.weights + stage * kChunkBytes;
-  const bf16* const gamma = kNormed ? shape.gamma[cursor.segment] : nullptr;
-  mbar_arrive_expect(bar, G::kRowBlocks * bytes + (gamma != nullptr ? count * kKBlock * 2 : 0));
+  const std::uint32_t to = ring.weights + stage * G::kStageBytes;
+  mbar_arrive_expect(bar, G::kRowBlocks * bytes + (kNormed ? count * kKBlock * 2 : 0));
 #pragma unroll
   for (int block = 0; block < G::kRowBlocks; ++block) {
     const std::int64_t row_block =
         static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-    const std::int64_t piece = (row_block * shape.segments + cursor.segment) * k_blocks + k_block;
-    bulk_copy(to + block * (kChunkBytes / G::kRowBlocks), shape.tiles + piece * kKBlockBytes, bytes, bar, policy);
+    const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+                                  k_block_bytes(Weights::kBits, k_block);
+    bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
   }
-  if (gamma != nullptr) {
-    bulk_copy(ring.gamma + stage * G::kChunkK * 2, gamma + k_block * kKBlock, count * kKBlock * 2, bar, policy);
+  if constexpr (kNormed) {
+    const bf16* const own = shape.gamma[cursor.segment];
+    const bf16* const gamma = (own != nullptr ? own : shape.ones) + k_block * kKBlock;
+    bulk_copy(ring.gamma + stage * G::kChunkK * 2, gamma, count * kKBlock * 2, bar, policy);
   }
 }
 
@@ -151,6 +156,8 @@ __device__ __forceinline__ void fill_ring(const GemmShape& shape, const Ring& ri
 // All chunks after those.
 template <class Weights, int kTokenTiles, bool kNormed>
 __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
+  constexpr int kInChunk = kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
+  const int most = min(shape.in_flight * kInChunk, ring.stages);
   const std::uint64_t policy = evict_first_policy();
   int under_way = first_chunks(shape, last - first);
   RingPosition oldest(kConsumer);  // of those under way
@@ -159,8 +166,7 @@ __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ri
   Cursor cursor(shape, first + under_way);
   for (int unit = first + under_way; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
-    for (; under_way >= shape.in_flight; --under_way, oldest.next(ring))
-      mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
+    for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
     ++under_way;
   }
@@ -178,8 +184,9 @@ template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
                                     int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kPieces = G::kKBlocks * 4;     // of 16 bytes, per token and chunk
-  constexpr int kTokensAtOnce = 32 / kPieces;  // a warp's copies cover whole rows
+  constexpr int kPieces = G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;  // of 16 bytes, per token and pass
+  constexpr int kPasses = G::kKBlocks * 4 / kPieces;                    // over a chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;                           // a warp's copies cover whole rows
   constexpr int kCopies = G::kTokens / kTokensAtOnce;
   const int lane = threadIdx.x % 32;
   const int token = lane / kPieces;
@@ -201,11 +208,14 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
     }
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
     const int offset = cursor.chunk * G::kChunkK;
-    if (cursor.chunk + 1 < shape.chunks_per_segment || piece < last_pieces) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (token + i * kTokensAtOnce < shape.tokens) {
-          cp_async_16(to + at.stage * ring.x_bytes + i * kTokensAtOnce * 64, rows[i] + offset);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (cursor.chunk + 1 < shape.chunks_per_segment || pass * kPieces + piece < last_pieces) {
+        const std::uint32_t pass_to = to + at.stage * ring.x_bytes + pass * kPieces / 4 * shape.tokens * 64;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (token + i * kTokensAtOnce < shape.tokens)
+            cp_async_16(pass_to + i * kTokensAtOnce * 64, rows[i] + offset + pass * kPieces * 8);
         }
       }
     }

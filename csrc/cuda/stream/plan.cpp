@@ -6,6 +6,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "core/workspace.h"
@@ -58,6 +59,7 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.never_wait = workspace.take<std::int32_t>(1);
   plan.failed = workspace.take<std::uint32_t>(1);
   plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
+  plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.head_keys = workspace.take<std::uint64_t>(blocks * kMaxTokens * static_cast<std::size_t>(needs.topk));
   plan.head_stats = workspace.take<float2>(blocks * kMaxTokens);
   plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs.head_dim));
@@ -91,6 +93,9 @@ std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs
 StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace) {
   Workspace memory(workspace);
   StreamPlan plan = carve(device, needs, memory);
+  constexpr std::uint16_t kOne = 0x3F80;  // in bf16
+  const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
+  check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");
   plan.pdl = choice_of("EAGLEX_PDL", {"1", "0"}) == 0;
   constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
   plan.reduction = kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];

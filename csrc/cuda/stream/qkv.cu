@@ -198,7 +198,6 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   expect_bf16("hidden_norm", hidden_norm);
 
   GemmShape shape;
-  shape.tiles = tiles_of(params.qkv);
   shape.eps = config.rms_norm_eps;
   if (first) {
     expect_bf16("embed_tokens", params.embed_tokens);
@@ -230,9 +229,10 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.pool_v = static_cast<bf16*>(plan.pool_v[params.layer]);
   shape.release = queries ? Release::kAfterWait : Release::kAtOnce;
   shape.needed_late = plan.needed_late;
+  const Tiles& tiles = tiles_of(params.qkv);
   const GemmProblem problem =
-      problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
-  launch_gemm<QkvStep>(plan, problem, row_begin, shape, step, stream);
+      problem_of<QkvStep>(tiles, row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
+  launch_gemm<QkvStep>(plan, tiles, problem, row_begin, shape, step, stream);
 }
 
 }  // namespace eaglex::stream

@@ -41,7 +41,9 @@ class TileSums {
   static constexpr int kSlot = kTokenTiles * kLaneSums + kTokenTiles * 2;
   static constexpr int kEarlyParts = kTokenTiles == 1 ? 2 : 0;  // more tokens leave no registers for them
 
-  static constexpr bool kStaged = kTokenTiles >= 4;  // parts of 16 or 32 KB
+  static constexpr int kPartBytes =
+      kTokenTiles * kLaneSums * static_cast<int>(sizeof(float4));  // a slot without squares
+  static constexpr bool kStaged = kTokenTiles >= 4;
 
   // Parts of others for the block's last tile, read before its own is computed.
   struct Early {
@@ -68,7 +70,7 @@ class TileSums {
 
   __device__ __forceinline__ float4* exchange() const { return reinterpret_cast<float4*>(shared_ + at_.exchange); }
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(shared_ + at_.norms); }
-  __device__ __forceinline__ float* norms() const { return squares() + 2 * G::kTokens; }
+  __device__ __forceinline__ float* norms() const { return squares() + kSquares; }
 
   __device__ __forceinline__ void merge_halves(float (&acc)[kTokenTiles][4], const float (&lane_squares)[4]) {
     if constexpr (G::kHalves == 1 && !kNormed) return;
@@ -82,8 +84,9 @@ class TileSums {
       }
     }
     const int g = lane / 4;
-    if (kNormed && role_.strip < kTokenTiles && g / 2 == lane % 4) {
-      squares()[role_.half * G::kTokens + role_.strip * 8 + g] = g % 2 == 0 ? lane_squares[0] : lane_squares[1];
+    if (kNormed && g / 2 == lane % 4) {
+      const int part = role_.strip / kTokenTiles * G::kHalves + role_.half;
+      squares()[part * G::kTokens + role_.strip % kTokenTiles * 8 + g] = g % 2 == 0 ? lane_squares[0] : lane_squares[1];
     }
     consumer_barrier();
     if (G::kHalves == 2 && role_.half == 0) {
@@ -100,7 +103,10 @@ class TileSums {
   }
 
   __device__ __forceinline__ float own_squares(int token) const {
-    return squares()[token] + (G::kHalves == 2 ? squares()[G::kTokens + token] : 0.0F);
+    float sum = squares()[token];
+#pragma unroll
+    for (int part = 1; part < kSquares / G::kTokens; ++part) sum += squares()[part * G::kTokens + token];
+    return sum;
   }
 
   // The lane behind a veil: else the compiler computes all epilogue addresses before the main loop and spills them.
@@ -181,7 +187,8 @@ class TileSums {
       }
     }
     if (whole && shape_.segments == 1 && !kNormed) return true;
-    if (kStaged && shape_.reduction == Reduction::kOwnerByBulk && !whole && in_registers >= 0) {
+    if (kStaged && shape_.reduction == Reduction::kOwnerByBulk && !whole && in_registers >= 0 &&
+        at_.gamma >= kPartBytes) {
       add_staged(tile, first, last, in_registers, acc);
     } else {
       add_parts(tile, first, last, in_registers, acc);
@@ -330,8 +337,7 @@ class TileSums {
   // then, instead of one after the other through registers. The same sums in the same order.
   __device__ __forceinline__ void add_staged(int tile, int first, int last, int in_registers,
                                              float (&acc)[kTokenTiles][4]) {
-    constexpr int kPartBytes = kTokenTiles * kLaneSums * static_cast<int>(sizeof(float4));
-    const int room = ring_.stages * (kChunkBytes + ring_.x_bytes) / kPartBytes;
+    const int room = at_.gamma / kPartBytes;  // weights and activations lie in front of it
     const std::uint32_t bar = ring_.empty + 8 * ring_.stages + 16;
     // Segments in the order of summing: the one in registers first.
     const auto segment_at = [&](int i) { return i == 0 ? in_registers : i <= in_registers ? i - 1 : i; };

@@ -46,6 +46,7 @@ struct StreamPlan {
   int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
   void* const* pool_k = nullptr;       // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
+  void* ones = nullptr;                // [max_k] in bf16: gamma where a part of x has no norm
   const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp

@@ -5,9 +5,11 @@ Nothing of SGLang's draft is built: no model, no attention backend, no graph. Si
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from eaglex.engine import DraftBatch, DraftEngine
 from eaglex.errors import ConfigError
 from eaglex.hosts.draft_slots import current_stream, to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
+from eaglex.hosts.sglang.metrics import Metrics
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, VerifyPool
@@ -60,13 +63,14 @@ class EngineDraft:
         self.speculation: SpeculationConfig = engine_arguments.speculation_of(server_args, options)
         decode, off = compat.symbol("Phase").DECODE, compat.symbol("Backend").DISABLED
         self.graphs = not compat.symbol("check_cuda_graph_backend")(decode, off)
-        self.speculative_num_steps = self.speculation.num_steps
-        self.speculative_num_draft_tokens = self.speculation.num_draft_tokens
+        self.speculative_num_steps = server_args.speculative_num_steps  # of the verification that comes
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.topk = self.speculation.topk
         self.graph_memory_usage: dict[str, float] = {}
         self.graph_time_usage: dict[str, float] = {}
         self._engine: DraftEngine | None = None
-        self._buffers = VerifyPool(nodes=self.speculation.num_draft_tokens, device=device)
+        self.metrics: Metrics | None = None
+        self._buffers: dict[int, VerifyPool] = {}  # by nodes per request
         runner = target_worker.model_runner
         model_config = target_worker.model_config
         if model_config.model_is_mrope:
@@ -227,6 +231,8 @@ class EngineDraft:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
         self._engine = None  # before the next, as both would not fit beside each other
+        if self.metrics is not None:
+            self.metrics.restart()
         self.memory = draft_memory.Ledger(self.device)
         self._build()
         self._capture()
@@ -238,10 +244,13 @@ class EngineDraft:
     def draft(self, batch: Any) -> Any:
         """The verifier's input, from the drafts of the batch's slots in the batch's order.
 
-        A request without a draft for its length is verified with its root alone.
+        A request without a draft for its length is verified with its root alone; of a chain that was drafted further
+        than is verified, the first nodes are.
         """
-        requests, nodes = batch.seq_lens.shape[0], self.speculation.num_draft_tokens
-        buffers = self._buffers.take(self._mask_place(batch), requests=requests)
+        requests, nodes = batch.seq_lens.shape[0], self.speculative_num_draft_tokens
+        if nodes not in self._buffers:
+            self._buffers[nodes] = VerifyPool(nodes=nodes, device=self.device)
+        buffers = self._buffers[nodes].take(self._mask_place(batch), requests=requests)
         tensors = buffers.tensors
         self.engine.tree(
             tensors,
@@ -258,7 +267,7 @@ class EngineDraft:
             retrieve_next_token=tensors.retrieve_next_token,
             retrieve_next_sibling=tensors.retrieve_next_sibling,
             retrieve_cum_len=None,
-            spec_steps=self.speculation.num_steps,
+            spec_steps=self.speculative_num_steps,
             topk=self.topk,
             draft_token_num=nodes,
             capture_hidden_mode=None,
@@ -278,15 +287,47 @@ class EngineDraft:
         buffer = place.buffer if place.fits(batch.seq_lens.shape[0]) else None
         return MaskPlace(MODES[place.mode.name], buffer, total)
 
-    def draft_verified(self, verified: Verified) -> None:
-        """Extend by the accepted tokens, then draft from each request's last one; on the current stream."""
-        self._launch(self.translator.after_verify(verified))
+    def draft_verified(self, verified: Verified, drafting: bool = True) -> None:
+        """Extend by the accepted tokens, then draft from each request's last one; on the current stream.
 
-    def draft_prefilled(self, prefilled: Prefilled) -> None:
+        Without `drafting` fc, K and V of the accepted tokens are kept and nothing is drafted.
+        """
+        self._launch(self.translator.after_verify(verified, drafting=drafting))
+
+    def draft_prefilled(self, prefilled: Prefilled, drafting: bool = True) -> None:
         """Extend by the prompts' tokens, then draft from each prompt that is whole; on the current stream."""
-        for batch in self.translator.after_prefill(prefilled):
+        for batch in self.translator.after_prefill(prefilled, drafting=drafting):
             self._launch(batch)
 
     def _launch(self, batch: DraftBatch) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
         run(batch, current_stream(self.device))
+        if self.metrics is not None:
+            self.metrics.after_launch(self.engine.results.counters)
+
+    def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
+        """One launch after a verification of so many requests and nodes, all accepted, to be timed at start.
+
+        Its rows are those that the host keeps for padding: KV slot 0, which every row of an unused table names.
+        """
+
+        def ints(values: int, count: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((count,), values, dtype=dtype, device=self.device)
+
+        rows = requests * nodes
+        verified = Verified(
+            hidden_states=torch.zeros((rows, self.config.aux_width), dtype=self.kv_dtype, device=self.device),
+            next_token_ids=ints(0, rows, torch.int32),
+            accept_lens=ints(nodes, requests, torch.int32),
+            seq_lens=ints(1, requests, torch.int64),
+            req_pool_indices=torch.arange(1, requests + 1, device=self.device),
+            out_cache_loc=ints(0, rows, torch.int64),
+        )
+        return functools.partial(self._launch, self.translator.after_verify(verified, drafting=drafting))
+
+    def end_trials(self) -> None:
+        """Leave no trace of trials: no draft, no count, nothing in the padding slot."""
+        self.forget()
+        self.engine.results.counters.zero_()
+        for pool in (*self.draft_k, *self.draft_v):
+            pool[0].zero_()
