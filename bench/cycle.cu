@@ -26,8 +26,9 @@ const Shape kShapes[] = {
 const Case kCases[] = {{1, 5, 1, 6}, {8, 5, 1, 6}, {32, 5, 1, 6}, {64, 5, 1, 6}, {1, 5, 4, 16}};
 
 struct Options {
-  std::string shape;  // empty: all
-  int batch = 0;      // 0: all
+  std::string shape;               // empty: all
+  int batch = 0;                   // 0: all
+  std::string precision = "bf16";  // fp8, int4
   int repeats = 40;
   std::string json;
   std::string commit = "unknown";
@@ -115,9 +116,9 @@ void measure(const Shape& shape, const Case& c, const Options& options, const Re
   for (const auto& subject : subjects) steps.push_back(subject->record(stream));
   stream::check(cudaStreamSynchronize(stream), "recorded cycles");
   const Subject& subject = *subjects[0];
-  std::printf("  %s, batch %d, topk %d, %d nodes, %d steps, context %d (%s; workspace %.0f MB)\n", shape.name.c_str(),
-              c.batch, c.topk, c.num_draft_tokens, c.num_steps, c.context, subject.backend(),
-              static_cast<double>(subject.workspace_bytes()) * 1e-6);
+  std::printf("  %s, %s, batch %d, topk %d, %d nodes, %d steps, context %d (%s; workspace %.0f MB)\n",
+              shape.name.c_str(), options.precision.c_str(), c.batch, c.topk, c.num_draft_tokens, c.num_steps,
+              c.context, subject.backend(), static_cast<double>(subject.workspace_bytes()) * 1e-6);
   std::printf("    %-10s %9s %9s %9s %7s %7s\n", "", "us", "p99", "MB", "TB/s", "share");
 
   const auto cycle =
@@ -159,17 +160,18 @@ void measure(const Shape& shape, const Case& c, const Options& options, const Re
   std::fflush(stdout);
   if (report.json == nullptr) return;
   std::fprintf(report.json,
-               "{\"shape\": \"%s\", \"precision\": \"bf16\", \"batch\": %d, \"num_steps\": %d, \"topk\": %d, "
+               "{\"shape\": \"%s\", \"precision\": \"%s\", \"batch\": %d, \"num_steps\": %d, \"topk\": %d, "
                "\"num_draft_tokens\": %d, \"context\": %d, \"hidden\": %d, \"intermediate\": %d, \"heads\": %d, "
                "\"kv_heads\": %d, \"head_dim\": %d, \"draft_vocab\": %d, \"cycle_us\": %.1f, \"cycle_p99_us\": %.1f, "
                "\"step_us\": %.1f, \"extend_us\": %.1f, \"tree_us\": %.1f, \"skipped_us\": %.1f, \"steps\": {%s}, "
                "\"bytes\": %.0f, "
                "\"ceiling_tbps\": %.3f, \"share\": %.3f, \"workspace_bytes\": %zu, \"commit\": \"%s\"}\n",
-               shape.name.c_str(), c.batch, c.num_steps, c.topk, c.num_draft_tokens, c.context, shape.hidden,
-               shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, shape.draft_vocab, cycle.median,
-               cycle.p99, step.median, extend.median, tree.median, skipped, parts.c_str(), subject.cycle_bytes(),
-               report.ceiling * 1e-12, subject.cycle_bytes() / cycle.median * 1e6 / report.ceiling,
-               subject.workspace_bytes(), options.commit.c_str());
+               shape.name.c_str(), options.precision.c_str(), c.batch, c.num_steps, c.topk, c.num_draft_tokens,
+               c.context, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim,
+               shape.draft_vocab, cycle.median, cycle.p99, step.median, extend.median, tree.median, skipped,
+               parts.c_str(), subject.cycle_bytes(), report.ceiling * 1e-12,
+               subject.cycle_bytes() / cycle.median * 1e6 / report.ceiling, subject.workspace_bytes(),
+               options.commit.c_str());
   std::fflush(report.json);
 }
 
@@ -186,7 +188,8 @@ int run(const Options& options) {
   }
   int measured = 0;
   for (const Shape& shape : kShapes) {
-    for (const Case& c : kCases) {
+    for (Case c : kCases) {
+      c.weights = options.precision == "fp8" ? DType::kF8 : options.precision == "int4" ? DType::kI4 : DType::kBF16;
       if ((!options.shape.empty() && options.shape != shape.name) || (options.batch != 0 && options.batch != c.batch))
         continue;
       measure(shape, c, options, report, stream);
@@ -209,6 +212,10 @@ Options parse(int argc, char** argv) {
       options.shape = value;
     } else if (name == "--batch") {
       options.batch = std::atoi(value);
+    } else if (name == "--precision") {
+      options.precision = value;
+      expect(options.precision == "bf16" || options.precision == "fp8" || options.precision == "int4",
+             ErrorCode::kConfig, "--precision", "bf16, fp8 or int4", value);
     } else if (name == "--repeats") {
       options.repeats = std::max(1, std::atoi(value));
     } else if (name == "--json") {
@@ -216,7 +223,8 @@ Options parse(int argc, char** argv) {
     } else if (name == "--commit") {
       options.commit = value;
     } else {
-      fail(ErrorCode::kConfig, "option: expected --shape, --batch, --repeats, --json or --commit, got ", name);
+      fail(ErrorCode::kConfig, "option: expected --shape, --batch, --precision, --repeats, --json or --commit, got ",
+           name);
     }
   }
   return options;

@@ -7,6 +7,7 @@
 
 #include "core/params.h"
 #include "cuda/stream/steps.h"
+#include "packed.cuh"
 #include "random.cuh"
 
 namespace eaglex::bench {
@@ -26,7 +27,9 @@ struct Shape {
 // One matrix: its parts row-major (for the plain kernels) and its tiles.
 struct Matrix {
   std::vector<std::unique_ptr<Buffer<bf16>>> parts;
-  std::unique_ptr<Buffer<std::byte>> tiles;
+  std::vector<Packed> packed;
+  std::unique_ptr<Buffer<std::byte>> memory;
+  std::unique_ptr<stream::Tiles> tiles;
   Linear linear;
 };
 
@@ -41,20 +44,29 @@ inline TensorView view_of(const Buffer<bf16>& buffer, std::int64_t rows, std::in
   return view;
 }
 
-inline Matrix make_matrix(const std::vector<int>& rows, int k, const stream::TileOrder& order, std::uint32_t seed) {
+// `type`: kBF16, kF8 or kI4.
+inline Matrix make_matrix(const std::vector<int>& rows, int k, const stream::TileOrder& order, std::uint32_t seed,
+                          DType type = DType::kBF16, int segments = 1) {
   Matrix matrix;
   std::int64_t total = 0;
   for (const int n : rows) {
     matrix.parts.push_back(std::make_unique<Buffer<bf16>>(static_cast<std::size_t>(n) * k));
     randomise(*matrix.parts.back(), seed + static_cast<std::uint32_t>(matrix.parts.size()), 0,
               1 / std::sqrt(static_cast<float>(k)));
-    matrix.linear.parts[matrix.linear.num_parts++] = view_of(*matrix.parts.back(), n, k);
+    eaglex::Matrix part = view_of(*matrix.parts.back(), n, k);
+    if (type != DType::kBF16) {
+      matrix.packed.push_back(quantised(matrix.parts.back()->get(), n, k, type));
+      part = matrix.packed.back().matrix;
+    }
+    matrix.linear.parts[matrix.linear.num_parts++] = part;
     total += n;
   }
-  matrix.tiles = std::make_unique<Buffer<std::byte>>(stream::tile_bytes(total, k, 16));
-  stream::retile({matrix.linear.parts, static_cast<std::size_t>(matrix.linear.num_parts)}, order, matrix.tiles->get(),
-                 nullptr);
-  matrix.linear.prepared = matrix.tiles->get();
+  const std::span<const eaglex::Matrix> parts{matrix.linear.parts, static_cast<std::size_t>(matrix.linear.num_parts)};
+  const stream::Precision precision = stream::precision_of(parts, segments);
+  matrix.memory = std::make_unique<Buffer<std::byte>>(stream::tile_bytes(total, k, precision));
+  matrix.tiles =
+      std::make_unique<stream::Tiles>(stream::retile(parts, order, precision, matrix.memory->get(), nullptr));
+  matrix.linear.prepared = matrix.tiles.get();
   return matrix;
 }
 
@@ -80,15 +92,15 @@ struct Model {
   stream::StreamPlan plan;
   std::unique_ptr<Buffer<std::byte>> workspace;
 
-  Model(const Shape& s, int topk)
+  Model(const Shape& s, int topk, DType type = DType::kBF16)
       : shape(s),
         fc(make_matrix({s.hidden}, kNumAux * s.hidden, {}, 10)),
         qkv(make_matrix({s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim}, 2 * s.hidden,
-                        {stream::RowOrder::kRotary, s.head_dim, s.rotary_dim}, 20)),
-        o_proj(make_matrix({s.hidden}, s.heads * s.head_dim, {}, 30)),
-        gate_up(make_matrix({s.intermediate, s.intermediate}, s.hidden, stream::kGateUpOrder, 40)),
-        down(make_matrix({s.hidden}, s.intermediate, {}, 50)),
-        lm_head(make_matrix({s.draft_vocab}, s.hidden, {}, 60)),
+                        {stream::RowOrder::kRotary, s.head_dim, s.rotary_dim}, 20, type, 2)),
+        o_proj(make_matrix({s.hidden}, s.heads * s.head_dim, {}, 30, type)),
+        gate_up(make_matrix({s.intermediate, s.intermediate}, s.hidden, stream::kGateUpOrder, 40, type)),
+        down(make_matrix({s.hidden}, s.intermediate, {}, 50, type)),
+        lm_head(make_matrix({s.draft_vocab}, s.hidden, {}, 60, type)),
         embed(size(s.vocab) * s.hidden),
         input_norm(size(s.hidden)),
         hidden_norm(size(s.hidden)),
@@ -130,7 +142,7 @@ struct Model {
     const int widest = std::max({kNumAux * s.hidden, s.intermediate, s.heads * s.head_dim, 2 * s.hidden});
     const int tallest =
         std::max({2 * s.intermediate, s.draft_vocab, s.hidden, (s.heads + 2 * s.kv_heads) * s.head_dim});
-    const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.kv_heads, s.heads / s.kv_heads, s.head_dim};
+    const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.head_dim};
     workspace = std::make_unique<Buffer<std::byte>>(stream::workspace_bytes(device, needs));
     plan = stream::make_plan(device, needs, workspace->get());
     pool_arrays[0] = pool_k.get(), pool_arrays[1] = pool_v.get();

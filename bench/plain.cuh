@@ -30,15 +30,15 @@ inline Floats floats_of(const Buffer<bf16>& buffer, std::size_t count) {
   return out;
 }
 
-static __global__ void plain_linear_kernel(const float* x, const bf16* w, float* y, int tokens, int n, int k,
-                                           int column, int stride) {
+static __global__ void plain_linear_kernel(const float* x, const __grid_constant__ cuda::WeightSource w, float* y,
+                                           int tokens, int n, int k, int column, int stride) {
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   if (row >= n) return;
   for (int t0 = 0; t0 < tokens; t0 += 8) {
     float sum[8] = {};
     for (int i = lane; i < k; i += 32) {
-      const float weight = __bfloat162float(w[static_cast<std::int64_t>(row) * k + i]);
+      const float weight = cuda::weight_at(w, row, i);
       for (int t = 0; t < 8 && t0 + t < tokens; ++t) sum[t] += weight * x[static_cast<std::int64_t>(t0 + t) * k + i];
     }
     for (int t = 0; t < 8 && t0 + t < tokens; ++t) {
@@ -59,8 +59,8 @@ inline Floats plain_linear(const Floats& x, int tokens, const Matrix& matrix, bo
   int column = 0;
   for (int i = 0; i < matrix.linear.num_parts; ++i) {
     const int n = static_cast<int>(matrix.linear.parts[i].shape[0]);
-    plain_linear_kernel<<<(n * 32 + 255) / 256, 256>>>(in.get(), matrix.parts[static_cast<std::size_t>(i)]->get(),
-                                                       out.get(), tokens, n, k, column, total);
+    plain_linear_kernel<<<(n * 32 + 255) / 256, 256>>>(in.get(), cuda::source_of(matrix.linear.parts[i]), out.get(),
+                                                       tokens, n, k, column, total);
     column += n;
   }
   stream::check(cudaDeviceSynchronize(), "plain_linear");

@@ -3,7 +3,7 @@
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90 -Icsrc -Ibench -o steps bench/steps.cu
 // csrc/cuda/stream/*.cu
 //        csrc/cuda/stream/*.cpp csrc/core/tensor.cpp
-//   steps check | small | time
+//   steps check | small | time  [bf16 | fp8 | int4]
 //
 // `time`: µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the
 // L2 cache.
@@ -118,7 +118,8 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
   for (const int rows : sizes) {
     if (rows % topk != 0) continue;
     m.set_lanes(rows / topk);
-    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
+    for (const stream::Reduction reduction :
+         {stream::Reduction::kOwner, stream::Reduction::kOwnerByBulk, stream::Reduction::kLastArriver}) {
       m.plan.reduction = reduction;
       const int before = verdict.wrong;
       poison(m, stream);
@@ -143,23 +144,28 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {
         std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk,
-                    reduction == stream::Reduction::kOwner ? "owner" : "last arriver");
+                    reduction == stream::Reduction::kLastArriver   ? "last arriver"
+                    : reduction == stream::Reduction::kOwnerByBulk ? "owner, bulk"
+                                                                   : "owner");
       }
     }
     m.plan.reduction = stream::Reduction::kOwner;
   }
 }
 
-std::size_t weight_bytes(const Shape& s) {
-  const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x) * 2; };
+std::size_t weight_bytes(const Shape& s, int bits) {
+  const auto n = [bits](std::int64_t x) {
+    return static_cast<std::size_t>(x * bits / 8 + (bits == 4 ? x / 128 * 2 : 0));
+  };
   return n(static_cast<std::int64_t>(s.heads + 2 * s.kv_heads) * s.head_dim * 2 * s.hidden) +
          n(static_cast<std::int64_t>(s.heads) * s.head_dim * s.hidden) + n(3LL * s.intermediate * s.hidden) +
          n(static_cast<std::int64_t>(s.draft_vocab) * s.hidden);
 }
 
-void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
-  Model m(shape, 1);
-  const double floor_us = static_cast<double>(weight_bytes(shape)) / ceiling * 1e6;
+void time_model(const Shape& shape, DType type, double ceiling, cudaStream_t stream) {
+  Model m(shape, 1, type);
+  const int bits = type == DType::kBF16 ? 16 : type == DType::kF8 ? 8 : 4;
+  const double floor_us = static_cast<double>(weight_bytes(shape, bits)) / ceiling * 1e6;
   double first = 0;
   for (const int rows : {1, 8, 16, 32, 64}) {
     m.set_lanes(rows);
@@ -190,21 +196,25 @@ void time_model(const Shape& shape, double ceiling, cudaStream_t stream) {
         shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
     for (const Kernel kernel : kChain) std::printf(" %s %.1f", kNames[static_cast<int>(kernel)], alone(kernel));
     std::printf("\n");
+    std::fflush(stdout);
   }
 }
 
-int run(const std::string& what) {
+int run(const std::string& what, const std::string& precision) {
+  const DType type = precision == "fp8" ? DType::kF8 : precision == "int4" ? DType::kI4 : DType::kBF16;
   const Shape llama{"H4096/I14336/V32k", 4096, 14336, 32, 8, 128, 32000, 32000, 128};
   const Shape kimi{"H7168/I18432/V32k", 7168, 18432, 64, 8, 128, 32000, 32000, 128};
   const Shape oss{"H2880/I17280/V32k", 2880, 17280, 64, 8, 64, 32000, 32000, 64};
   // Small and awkward: K in halves of a chunk, a vocabulary that no tile divides, RoPE on half of each head.
-  const Shape small{"H320/I448/V1000", 320, 448, 4, 2, 64, 1000, 500, 32};
+  const Shape odd{"H320/I448/V1000", 320, 448, 4, 2, 64, 1000, 500, 32};
+  // As small, but INT4's groups lie within the two halves of qkv's inputs.
+  const Shape even{"H384/I448/V1000", 384, 448, 4, 2, 64, 1000, 500, 32};
   cudaStream_t stream = nullptr;
   stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   Verdict verdict;
   if (what == "small" || what == "check") {
     for (const int topk : {1, 4, 16}) {
-      Model m(small, topk);
+      Model m(type == DType::kI4 && topk != 4 ? even : odd, topk, type);
       check_model(m,
                   what == "small" ? std::vector<int>{1, 16, 64}
                                   : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64},
@@ -220,7 +230,7 @@ int run(const std::string& what) {
   }
   if (what == "check") {
     for (const Shape& shape : {llama, oss}) {
-      Model m(shape, 1);
+      Model m(shape, 1, type);
       check_model(m, {1, 8, 12, 32, 64}, stream, verdict);
       for (const int rows : {1, 8, 64}) {
         m.set_lanes(rows);
@@ -232,11 +242,11 @@ int run(const std::string& what) {
   if (what == "time") {
     const double ceiling = read_ceiling(stream);
     std::printf("  read ceiling %.3f TB/s\n", ceiling * 1e-12);
-    for (const Shape& shape : {llama, kimi, oss}) time_model(shape, ceiling, stream);
+    for (const Shape& shape : {llama, kimi, oss}) time_model(shape, type, ceiling, stream);
   }
   if (verdict.checks > 0)
-    std::printf("  %s: %d checks, %d wrong, worst error %.2f of PyTorch's\n", what.c_str(), verdict.checks,
-                verdict.wrong, verdict.worst);
+    std::printf("  %s %s: %d checks, %d wrong, worst error %.2f of PyTorch's\n", what.c_str(), precision.c_str(),
+                verdict.checks, verdict.wrong, verdict.worst);
   return verdict.wrong == 0 ? 0 : 1;
 }
 
@@ -245,7 +255,7 @@ int run(const std::string& what) {
 
 int main(int argc, char** argv) {
   try {
-    return eaglex::bench::run(argc > 1 ? argv[1] : "time");
+    return eaglex::bench::run(argc > 1 ? argv[1] : "time", argc > 2 ? argv[2] : "bf16");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "steps: %s\n", error.what());
     return 2;

@@ -11,6 +11,7 @@
 
 #include "cuda/factory.h"
 #include "draft/engine.h"
+#include "packed.cuh"
 #include "random.cuh"
 #include "recorder.h"
 
@@ -34,6 +35,7 @@ struct Case {
   int num_draft_tokens = 6;
   int context = 1024;
   float stop_score = -std::numeric_limits<float>::infinity();
+  DType weights = DType::kBF16;  // or kF8, kI4: all matrices but fc
 };
 
 class Subject {
@@ -132,7 +134,9 @@ class Subject {
     if (step == "gate_up") elements = 2 * i * h;
     if (step == "down") elements = i * h;
     if (step == "head") elements = h * shape_.draft_vocab;
-    return 2 * elements;
+    // FP8 has 4 bytes of scale per row besides, which is nothing; INT4 2 per 128 inputs.
+    const double few = case_.weights == DType::kF8 ? 1 : case_.weights == DType::kI4 ? 0.5 + 2.0 / kScaleGroup : 2;
+    return (step == "fuse" || step == "attention" ? 2 : few) * elements;
   }
   [[nodiscard]] double step_bytes() const {
     double sum = 0;
@@ -170,6 +174,14 @@ class Subject {
   TensorView matrix(std::int64_t out, std::int64_t in) {
     return random({out, in}, 0, 1 / std::sqrt(static_cast<float>(in)));
   }
+  eaglex::Matrix weight(std::int64_t out, std::int64_t in) {
+    const TensorView plain = matrix(out, in);
+    if (case_.weights == DType::kBF16) return plain;
+    packed_.push_back(quantised(plain.as<const bf16>(), out, in, case_.weights));
+    stream::check(cudaDeviceSynchronize(), "quantise");
+    memory_.pop_back();
+    return packed_.back().matrix;
+  }
   template <class T, class F>
   TensorView ids(std::vector<std::int64_t> sizes, F&& value) {
     const DType type = sizeof(T) == 1 ? DType::kU8 : sizeof(T) == 4 ? DType::kI32 : DType::kI64;
@@ -184,11 +196,11 @@ class Subject {
     DraftWeights w;
     w.embed_tokens = random({shape_.vocab, h}, 0, 0.02F);
     w.fc = matrix(h, config_.aux_width());
-    w.layers.push_back({random({h}, 1, 0.1F), random({h}, 1, 0.1F), matrix(q, 2 * h), matrix(kv, 2 * h),
-                        matrix(kv, 2 * h), matrix(h, q), random({h}, 1, 0.1F), matrix(i, h), matrix(i, h),
-                        matrix(h, i)});
+    w.layers.push_back({random({h}, 1, 0.1F), random({h}, 1, 0.1F), weight(q, 2 * h), weight(kv, 2 * h),
+                        weight(kv, 2 * h), weight(h, q), random({h}, 1, 0.1F), weight(i, h), weight(i, h),
+                        weight(h, i)});
     w.norm = random({h}, 1, 0.1F);
-    w.lm_head = matrix(shape_.draft_vocab, h);
+    w.lm_head = weight(shape_.draft_vocab, h);
     const std::int64_t apart = shape_.vocab / shape_.draft_vocab;
     w.d2t = ids<std::int64_t>({shape_.draft_vocab}, [&](std::int64_t d) { return d * apart - d; });
     const int half = config_.rotary_dim / 2;
@@ -206,6 +218,7 @@ class Subject {
   DraftConfig config_;
   SpeculationConfig speculation_;
   std::vector<std::unique_ptr<Buffer<bf16>>> memory_;  // before the engine, which borrows it
+  std::vector<Packed> packed_;
   TensorView counters_;
   std::vector<TensorView> written_;
   std::unique_ptr<DraftEngine> engine_;

@@ -195,8 +195,7 @@ class DraftEngine:
             weight
             for name, weight in weights.named()
             if name == "embed_tokens"
-            or not isinstance(weight, Tensor)
-            or self._engine.reads_original(weight.data_ptr())
+            or self._engine.reads_original((weight if isinstance(weight, Tensor) else weight.values).data_ptr())
         ]
         self._bound = (*matrices, inv_freq, req_to_token, *draft_k, *draft_v, *results)
         self._inputs = _Inputs(self._engine, binary.NEVER)

@@ -50,7 +50,9 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     s = max |W_o| / 448; q = W / s to the nearest, ties to even.
     """
     wide = weight.float()
-    scales = (wide.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=_LEAST_SCALE)
+    largest = wide.abs().amax(1, keepdim=True)
+    # By a tensor: by a number a GPU multiplies with its reciprocal, which rounds otherwise.
+    scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=_LEAST_SCALE)
     return (wide / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
@@ -70,10 +72,18 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     for stretch in STRETCHES:
         candidate = (stretch * largest).bfloat16().float()
         candidate = torch.where(candidate == 0, torch.ones_like(candidate), candidate)
-        error = _nearest(padded, candidate).mul_(candidate[:, :, None]).sub_(padded).square_().sum(2)
+        error = _total(_nearest(padded, candidate).mul_(candidate[:, :, None]).sub_(padded).square_())
         scales, least = torch.where(error < least, candidate, scales), torch.minimum(error, least)
     codes = (_nearest(padded, scales) + 8).to(torch.uint8).flatten(1)[:, :width]
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.bfloat16()
+
+
+def _total(values: Tensor) -> Tensor:
+    """Sums over the last 128 of [out, G, 128], halves onto each other: one order, so the same bits on every device."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
 
 
 def _nearest(padded: Tensor, scales: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import test_cuda_tree
 import test_early_stop
 import test_engine
 import test_engine_isolation
+import test_low_bit_engine
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,8 +33,7 @@ from test_cuda_tree import *  # noqa: F403
 from eaglex.config import MaskMode, SpeculationConfig
 from eaglex.engine import VerifyTensors
 from eaglex.engine import _extension as built  # before the emulator takes its place
-from eaglex.errors import ConfigError
-from eaglex.packed import DraftQuant
+from eaglex.packed import DraftQuant, PackedWeight
 from eaglex.quantize import quantize
 
 # Too large for emulated threads; of many shapes, where one will do; with the CPU backend, whose place is taken.
@@ -59,7 +59,7 @@ def emulator():
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_emulator(emulator):
     with pytest.MonkeyPatch.context() as patch, emulator.installed():
-        for module in (test_early_stop, test_engine, test_engine_isolation):
+        for module in (test_early_stop, test_engine, test_engine_isolation, test_low_bit_engine):
             patch.setattr(module, "Rig", EmulatedRig)
         for module in (test_cuda_engine, test_cuda_graph, test_cuda_tree):
             patch.setattr(module, "CudaRig", EmulatedRig)
@@ -81,13 +81,34 @@ def test_it_is_the_cuda_backend() -> None:
     assert make_rig().engine.backend_name == "emulated cuda"
 
 
-@pytest.mark.parametrize("quant", ["head=fp8", "qkv=int4"])
-def test_packed_weights_are_refused(quant) -> None:
-    """Until there are kernels for them; not read as something else."""
-    config = make_config()
-    weights = quantize(random_weights(config, dtype=torch.bfloat16), DraftQuant.parse(quant))
-    with pytest.raises(ConfigError, match=r"^draft_quant: expected none on CUDA, .*, got (float8_e4m3fn|int4)$"):
-        EmulatedRig(config, SpeculationConfig(num_steps=2), weights=weights)
+@pytest.mark.parametrize(("quant", "layers"), [("fp8", 1), ("int4", 2), ("head=int4,mlp=fp8", 1)])
+def test_packed_weights_are_those_of_the_reference(quant, layers) -> None:
+    """The plain chain reads them unpacked; here in float32, so that ids and trees are the reference's."""
+    config = make_config(num_layers=layers, **test_low_bit_engine.WIDE)
+    weights = quantize(random_weights(config), DraftQuant.parse(quant))
+    assert test_low_bit_engine.play(EmulatedRig(config, test_low_bit_engine.TREE, weights=weights)) >= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_int4_scales_of_other_types(dtype) -> None:
+    test_low_bit_engine.test_int4_scales_of_other_types(dtype)
+
+
+def test_fp8_scales_by_groups() -> None:
+    test_low_bit_engine.test_fp8_scales_by_groups()
+
+
+def test_all_256_bytes_of_fp8() -> None:
+    test_low_bit_engine.test_all_256_bytes_of_fp8()
+
+
+def test_packed_matrices_may_be_let_go() -> None:
+    """Once they are unpacked nothing reads them: the engine holds none."""
+    config = make_config(**test_low_bit_engine.WIDE)
+    rig = EmulatedRig(config, SpeculationConfig(num_steps=2),
+                      weights=quantize(random_weights(config), DraftQuant.parse("fp8")))
+    assert not [held for held in rig.engine._bound if isinstance(held, PackedWeight)]
+    assert any(isinstance(held, torch.Tensor) and held.shape == rig.weights.fc.shape for held in rig.engine._bound)
 
 
 # In place of the imported one, which takes longest of all: fewer examples.

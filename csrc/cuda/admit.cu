@@ -10,6 +10,11 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__ Chain chain) {
+#if __CUDA_ARCH__ >= 900
+  // fuse of the fast chain may fetch its weights meanwhile; before it reads or writes anything else it waits for the end
+  // of this kernel. What is launched without the attribute is not affected.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   const DraftBatch& batch = *chain.batch;
   const EngineContext& context = chain.context;
   const auto lane = static_cast<std::int32_t>(blockIdx.x);

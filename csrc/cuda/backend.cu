@@ -70,10 +70,11 @@ void* CudaBackend::allocate(std::size_t bytes) {
 Linear CudaBackend::prepare(std::span<const Matrix> parts) {
   Linear linear;
   for (const Matrix& part : parts) {
-    expect(!part.packed(), ErrorCode::kConfig, "draft_quant", "none on CUDA, which has no low-bit kernels yet",
+    if (!weight_type_ && !part.packed()) type_ = *(weight_type_ = part.dtype);
+    expect(weight_type_.has_value(), ErrorCode::kShape, "weights", "fc before packed matrices", name_of(part.dtype));
+    expect(part.packed() || part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_),
            name_of(part.dtype));
-    if (!weight_type_) type_ = *(weight_type_ = part.dtype);
-    expect(part.dtype == *weight_type_, ErrorCode::kShape, "weights", name_of(*weight_type_), name_of(part.dtype));
+    if (part.packed()) packed_.insert(part.data);
     linear.parts[linear.num_parts++] = part;
   }
   weights_.push_back(linear);
@@ -99,6 +100,7 @@ void CudaBackend::bind(const EngineContext& context) {
     return DeviceBlock{workspace.take<DraftBatch>(1), workspace.take<std::int32_t>(kMaxSteps + 1)};
   });
   bind_fast();
+  unpack_weights();
   buffers_ =
       planned(take, [&](Workspace& workspace) { return Buffers::carve(context_, type_, plain_work(), workspace); });
   chain_ = {context_, block_.batch, block_.drafting};
@@ -113,33 +115,36 @@ void CudaBackend::bind_fast() {
   setup.weights = weights_;
   setup.batch = block_.batch;
   setup.drafting = block_.drafting;
-  std::size_t taken = 0;
-  setup.device = [&](std::size_t bytes) {
-    taken += bytes;
-    return allocate(bytes);
+  const auto counted = [this](std::size_t& count) {
+    return [this, &count](std::size_t bytes) {
+      count += bytes;
+      return allocate(bytes);
+    };
   };
+  setup.device = counted(workspace_bytes_);
+  setup.tiles = counted(weight_bytes_);
   setup.pinned = [this](std::size_t bytes) {
     failed_ = allocate_pinned(bytes);
     return failed_.get();
   };
   fast_ = FastChain::make(setup);
-  if (!fast_) return;
-  weight_bytes_ = tile_bytes();
-  workspace_bytes_ += taken - weight_bytes_;
 }
 
-// As FastChain lays them out: matrices that are read together, each once.
-std::size_t CudaBackend::tile_bytes() const {
-  constexpr int kBits = 16;
-  std::unordered_set<const void*> seen;
-  std::size_t bytes = 0;
+// The plain chain reads low-bit matrices in the activations' type. Beside those that stream it needs only what prompts
+// read: K's and V's.
+void CudaBackend::unpack_weights() {
   for (const Linear& linear : weights_) {
-    if (!seen.insert(linear.parts[0].data).second) continue;
-    std::int64_t rows = 0;
-    for (int i = 0; i < linear.num_parts; ++i) rows += linear.parts[i].shape[0];
-    bytes += stream::tile_bytes(rows, linear.parts[0].shape[1], kBits);
+    for (int i = 0; i < linear.num_parts; ++i) {
+      const Matrix& part = linear.parts[i];
+      if (!part.packed() || (fast_ && !fast_->reads_original(part.data)) || unpacked_.contains(part.data)) continue;
+      const std::size_t bytes = static_cast<std::size_t>(part.numel()) * size_of(type_);
+      weight_bytes_ += bytes;
+      void* const memory = allocate(bytes);
+      launch_unpack(part, type_, memory, nullptr);
+      unpacked_[part.data] = memory;
+    }
   }
-  return bytes;
+  EAGLEX_CUDA_CHECK(cudaStreamSynchronize(nullptr));  // the originals may be freed now
 }
 
 // Three parts are q, k and v: where q_proj is read by the fast chain alone, so is all that follows it.
@@ -249,7 +254,8 @@ GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight)
   params.in = static_cast<int>(weight.parts[0].shape[1]);
   params.x_stride = params.in;
   for (int i = 0; i < weight.num_parts; ++i) {
-    params.weight[i] = weight.parts[i].data;
+    const Matrix& part = weight.parts[i];
+    params.weight[i] = part.packed() ? unpacked_.at(part.data) : part.data;
     params.outputs[i] = static_cast<int>(weight.parts[i].shape[0]);
   }
   return params;

@@ -4,6 +4,8 @@
 
 #include <memory>
 #include <optional>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "core/backend.h"
@@ -29,7 +31,7 @@ class CudaBackend : public Backend {
   [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
   [[nodiscard]] bool reads_original(const void* matrix) const override {
-    return !fast_ || fast_->reads_original(matrix);
+    return !packed_.contains(matrix) && (!fast_ || fast_->reads_original(matrix));
   }
 
   [[nodiscard]] std::size_t own_workspace_bytes() const noexcept override { return workspace_bytes_; }
@@ -61,7 +63,7 @@ class CudaBackend : public Backend {
     kRehearsal,  // into a capture that is thrown away: only so that the kernels are loaded
   };
   void bind_fast();
-  [[nodiscard]] std::size_t tile_bytes() const;
+  void unpack_weights();
   [[nodiscard]] PlainWork plain_work() const;
   void rehearse(const std::function<void(Graphs::Bucket, cudaStream_t)>& capture);
   [[nodiscard]] bool streams_fuse() const;
@@ -85,6 +87,8 @@ class CudaBackend : public Backend {
   std::size_t weight_bytes_ = 0;
   std::unique_ptr<Graphs> graphs_;
   std::vector<Linear> weights_;
+  std::unordered_set<const void*> packed_;
+  std::unordered_map<const void*, void*> unpacked_;  // by the packed values
   PinnedMemory failed_;
   std::unique_ptr<FastChain> fast_;  // null: the plain chain alone
 

@@ -37,6 +37,12 @@ std::int64_t rows_of(const Linear& linear) {
   return rows;
 }
 
+stream::Precision precision_of(const Linear& linear, const DraftConfig& config) {
+  const bool is_qkv = linear.num_parts == 3;
+  const auto segments = is_qkv ? static_cast<int>(linear.parts[0].shape[1] / config.hidden_size) : 1;
+  return stream::precision_of({linear.parts, static_cast<std::size_t>(linear.num_parts)}, segments);
+}
+
 // The three kinds of matrix differ in how many are read together.
 stream::TileOrder order_of(const Linear& linear, const DraftConfig& config) {
   return linear.num_parts == 3   ? stream::qkv_order(config)
@@ -53,8 +59,6 @@ stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
   }
   needs.max_segments = std::max(2, config.num_aux);
   needs.topk = setup.context.speculation.topk;
-  needs.num_kv_heads = config.num_kv_heads;
-  needs.group = config.num_heads / config.num_kv_heads;
   needs.head_dim = config.head_dim;
   return needs;
 }
@@ -67,6 +71,7 @@ class StreamChain final : public FastChain {
         pool_k_(setup.pool_k.begin(), setup.pool_k.end()),
         pool_v_(setup.pool_v.begin(), setup.pool_v.end()),
         attends_(stream::attends(stream::current_device(), context_.config.head_dim)) {
+    stream::check(cudaGetDevice(&device_), "device");
     const stream::DeviceLimits device = stream::current_device();
     const stream::StreamNeeds needs = needs_of(setup);
     for (const Linear& linear : setup.weights) {
@@ -74,11 +79,12 @@ class StreamChain final : public FastChain {
       for (int i = 0; i < linear.num_parts && !is_fc; ++i) {
         if (linear.num_parts < 3 || i == 0) only_skinny_.insert(linear.parts[i].data);
       }
-      void*& tiles = tiles_[linear.parts[0].data];
-      if (tiles != nullptr) continue;
-      tiles = setup.device(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], 16));
-      stream::retile({linear.parts, static_cast<std::size_t>(linear.num_parts)}, order_of(linear, context_.config),
-                     tiles, nullptr);
+      stream::Tiles& tiles = tiles_[linear.parts[0].data];
+      if (tiles.data != nullptr) continue;
+      const stream::Precision precision = precision_of(linear, context_.config);
+      void* const memory = setup.tiles(stream::tile_bytes(rows_of(linear), linear.parts[0].shape[1], precision));
+      tiles = stream::retile({linear.parts, static_cast<std::size_t>(linear.num_parts)},
+                             order_of(linear, context_.config), precision, memory, nullptr);
     }
     plan_ = stream::make_plan(device, needs, setup.device(stream::workspace_bytes(device, needs)));
     plan_.failed = static_cast<std::uint32_t*>(setup.pinned(sizeof(std::uint32_t)));
@@ -94,28 +100,53 @@ class StreamChain final : public FastChain {
     return context_.config.num_layers > 1 || !frontier_fits || !only_skinny_.contains(matrix);
   }
 
+  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: with the device at rest both
+  // are put right by two words of its memory.
   void check() const override {
     if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
-    fail(ErrorCode::kDevice, "streaming kernels: expected all blocks of a launch to run at once, got one that waited ",
-         "for another in vain; EAGLEX_STREAM_REDUCTION=last does without");
+    const std::size_t counters = static_cast<std::size_t>(stream::num_counters(plan_.needs)) * sizeof(std::uint32_t);
+    const std::int32_t yes = 1;
+    int before = 0;
+    stream::check(cudaGetDevice(&before), "device");
+    stream::check(cudaSetDevice(device_), "device");
+    stream::check(cudaDeviceSynchronize(), "waiting for launches that are void");
+    stream::check(cudaMemset(plan_.counters, 0, counters), "clearing counters");
+    stream::check(cudaMemcpy(plan_.never_wait, &yes, sizeof yes, cudaMemcpyHostToDevice), "switching reductions");
+    stream::check(cudaSetDevice(before), "device");
+    *static_cast<volatile std::uint32_t*>(plan_.failed) = 0;
+    fail(
+        ErrorCode::kDevice, "streaming kernels: expected all blocks of a launch to run at once, got one that waited ",
+        "for another in vain: drafts since the last call are void. From now on no block of this engine waits, as with ",
+        "EAGLEX_STREAM_REDUCTION=last");
   }
 
   bool fuse(const FuseParams& params, cudaStream_t to) override {
-    if (!takes(params.rows)) return false;
     FuseParams launch = params;
     launch.fc = tiled(params.fc);
-    stream::launch_fuse(plan_for(params.rows), launch, context_, batch_, to);
-    return true;
+    return in_parts(launch.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
+      launch.rows = rows;
+      stream::launch_fuse(plan, launch, context_, batch_, to);
+    });
   }
 
   bool qkv(const QkvParams& params, cudaStream_t to) override {
-    if (!takes(params.rows)) return false;
     QkvParams launch = params;
     launch.qkv = tiled(params.qkv);
-    // Its own flag is raised by the kernel before it; that of the step before says as well that nobody drafts.
-    Rows before = params.rows;
-    if (before.pass == Pass::kStep) --before.step;
-    stream::launch_qkv(plan_for(before), launch, context_, batch_, to);
+    if (params.parts == QkvParts::kKeyValue) {
+      return in_parts(params.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
+        launch.rows = rows;
+        stream::launch_qkv(plan, launch, context_, batch_, to);
+      });
+    }
+    if (!takes(params.rows)) return false;
+    if (params.layer == 0) plan_.embed_tokens = params.embed_tokens.data;
+    stream::StreamPlan plan = plan_for(params.rows);
+    if (params.rows.pass == Pass::kStep) {
+      // Its own flag is raised by the kernel before it; that of the step before says early that nobody drafts.
+      plan.needed_late = plan.needed;
+      plan.needed = plan_.drafting + params.rows.step - 1;
+    }
+    stream::launch_qkv(plan, launch, context_, batch_, to);
     return true;
   }
 
@@ -157,6 +188,8 @@ class StreamChain final : public FastChain {
 
   bool select(const SelectParams& params, cudaStream_t to) override {
     if (!pending_) return false;
+    expect(pending_->head.draft_step == params.draft_step, ErrorCode::kConfig, "select: draft_step",
+           concat("that of head, ", pending_->head.draft_step), params.draft_step);
     stream::launch_head_merge(plan_for(pending_->head.rows), pending_->head, pending_->blocks, &params, context_,
                               batch_, to);
     pending_.reset();
@@ -171,9 +204,23 @@ class StreamChain final : public FastChain {
 
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
 
+  // The batch's own rows, which may be several times 64: reading the matrix as often is faster than the plain chain.
+  template <class Launch>
+  bool in_parts(Rows rows, Launch&& launch) const {
+    constexpr int kMost = 6 * kMaxTokens;
+    if (rows.max_rows < 1 || rows.max_rows > kMost) return false;
+    stream::StreamPlan plan = plan_for(rows);
+    Rows part = rows;
+    for (; plan.first_row < rows.max_rows; plan.first_row += kMaxTokens) {
+      part.max_rows = std::min(kMaxTokens, rows.max_rows - plan.first_row);
+      launch(part, plan);
+    }
+    return true;
+  }
+
   [[nodiscard]] Linear tiled(const Linear& linear) const {
     Linear with_tiles = linear;
-    with_tiles.prepared = tiles_.at(linear.parts[0].data);
+    with_tiles.prepared = &tiles_.at(linear.parts[0].data);
     return with_tiles;
   }
 
@@ -186,10 +233,11 @@ class StreamChain final : public FastChain {
 
   EngineContext context_;
   const DraftBatch* batch_;
+  int device_ = 0;
   std::vector<void*> pool_k_, pool_v_;
   bool attends_;
-  std::unordered_map<const void*, void*> tiles_;  // by where the first part's original lies
-  std::unordered_set<const void*> only_skinny_;   // matrices that a draft of one layer uses on few rows only
+  std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
+  std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
 };
@@ -203,8 +251,8 @@ std::string FastChain::refusal(const Setup& setup) {
   if (setup.context.kv.dtype != DType::kBF16) return concat("draft_k of ", name_of(setup.context.kv.dtype));
   for (const Linear& linear : setup.weights) {
     for (int i = 0; i < linear.num_parts; ++i) {
-      const TensorView& part = linear.parts[i];
-      if (part.dtype != DType::kBF16) return concat("weights of ", name_of(part.dtype));
+      const Matrix& part = linear.parts[i];
+      if (part.dtype != DType::kBF16 && !part.packed()) return concat("weights of ", name_of(part.dtype));
       if (!aligned(part)) return "a matrix that is not aligned to 16 bytes";
       if (part.shape[1] % kKMultiple != 0) return concat("a matrix of ", part.shape[1], " columns");
     }

@@ -27,6 +27,7 @@ class FastChain {
     const DraftBatch* batch = nullptr;         // the device's copy of the parameter block
     std::int32_t* drafting = nullptr;          // Chain::drafting
     std::function<void*(std::size_t)> device;  // memory on the device, zeroed
+    std::function<void*(std::size_t)> tiles;   // the same, for the weights
     std::function<void*(std::size_t)> pinned;  // memory of the host that the device can write, zeroed
   };
 
@@ -45,7 +46,8 @@ class FastChain {
   [[nodiscard]] static bool reads(const DraftBatch& batch) noexcept;
   // Whether the plain chain may still be asked for a product with this matrix of Setup::weights.
   [[nodiscard]] virtual bool reads_original(const void* matrix) const = 0;
-  // Throws ErrorCode::kDevice once a block has waited in vain for another: what was drafted since is void.
+  // Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was drafted since the last call is
+  // void. From then on no block waits. Waits for the device only in that case.
   virtual void check() const = 0;
 
   // Launches the step and returns true, or returns false: a launch for the plain chain.

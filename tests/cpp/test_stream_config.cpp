@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "cuda/stream/attention.h"
 #include "cuda/stream/config.h"
+#include "cuda/stream/words.h"
 
 using namespace eaglex;
 using namespace eaglex::stream;
@@ -61,23 +62,34 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
   for (const NamedDevice& device : kDevices) {
     for (const int tokens : {1, 8, 9, 16, 17, 32, 33, 64}) {
       for (const bool is_head : {true, false}) {
-        const GemmProblem head{32000, 4096, 1, tokens, true, 16, 1, 1088};
-        const GemmProblem qkv{6144, 4096, 2, tokens, true, 16, 24, 0};
-        const GemmProblem& problem = is_head ? head : qkv;
-        const GemmConfig config = configure(problem, device.limits);
-        const std::string what = concat(device.name, ", ", tokens, " tokens");
-        require(config.token_tiles * 8 >= tokens, what + ": all tokens have a column");
-        require(config.row_tiles * config.tile_rows >= problem.rows, what + ": all rows have a tile");
-        require(config.chunks_per_segment * config.chunk_k >= problem.k, what + ": all of K has a chunk");
-        require(config.tile_rows * config.chunk_k * 2 == kChunkBytes, what + ": a chunk is 16 KB");
-        require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
-        require(shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
-                what + ": the layout fits");
-        require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
-        if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
-          require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
+        for (const int bits : {16, 8, 4}) {
+          const GemmProblem head{32000, 4096, 1, tokens, true, bits, 1, 1088};
+          const GemmProblem qkv{6144, 4096, 2, tokens, true, bits, 24, 0};
+          const GemmProblem& problem = is_head ? head : qkv;
+          const GemmConfig config = configure(problem, device.limits);
+          const std::string what = concat(device.name, ", ", tokens, " tokens, ", bits, " bits");
+          const int chunk = chunk_bytes(bits, config.token_tiles);
+          require(config.token_tiles * 8 >= tokens, what + ": all tokens have a column");
+          require(config.row_tiles * config.tile_rows >= problem.rows, what + ": all rows have a tile");
+          require(config.chunks_per_segment * config.chunk_k >= problem.k, what + ": all of K has a chunk");
+          require(config.tile_rows * config.chunk_k * bits / 8 == chunk, what + ": a chunk is 16 or 8 KB");
+          require(bits != 4 || config.chunk_k % (kGroupBlocks * kKBlock) == 0, what + ": a chunk has whole groups");
+          const int halves = kConsumerWarps * kStripRows / config.tile_rows;
+          require(bits != 4 || config.chunk_k / halves % (kGroupBlocks * kKBlock) == 0,
+                  what + ": and so have its halves");
+          require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
+          require(
+              shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
+              what + ": the layout fits");
+          require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
+          GemmProblem fewer = problem;
+          fewer.most_blocks = 100;
+          require(configure(fewer, device.limits).grid == 100, what + ": no more blocks than there is room for");
+          if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
+            require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
+          }
+          if (tokens <= 8) require(config.in_slot, what + ": batch 1 to 8 is prefetched everywhere");
         }
-        if (tokens <= 8) require(config.in_slot, what + ": batch 1 to 8 is prefetched everywhere");
       }
     }
   }
@@ -89,6 +101,48 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
               std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
   }
   require(refused, "k = 100 is refused by name");
+}
+
+// Bits of bf16 for 2^-120 of the number that `byte` is in e4m3; what fp8_first and fp8_second must give.
+std::uint32_t scaled_bf16(std::uint32_t byte) {
+  const std::uint32_t sign = byte >> 7;
+  const std::uint32_t exponent = byte >> 3 & 15;
+  const std::uint32_t mantissa = byte & 7;
+  // exponent 0 is subnormal in both; else 2^(exponent - 7) · 2^-120 has bf16's exponent field at `exponent`.
+  return sign << 15 | exponent << 7 | mantissa << 4;
+}
+
+TEST_CASE("words: every FP8 byte comes out of every place of its word, bit for bit") {
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
+    for (const std::uint32_t other : {0x00U, 0xFFU, 0x5AU, 0xA5U, byte ^ 0xFFU}) {
+      const std::uint32_t left = fp8_word({byte, other}, {other, byte});
+      const std::uint32_t right = fp8_word({other, byte}, {byte, other});
+      require(fp8_first(left) == (scaled_bf16(byte) | scaled_bf16(other) << 16), concat("first pair of ", byte));
+      require(fp8_second(left) == (scaled_bf16(other) | scaled_bf16(byte) << 16), concat("second pair of ", byte));
+      require(fp8_first(right) == (scaled_bf16(other) | scaled_bf16(byte) << 16), concat("first pair of ", byte));
+      require(fp8_second(right) == (scaled_bf16(byte) | scaled_bf16(other) << 16), concat("second pair of ", byte));
+    }
+  }
+}
+
+TEST_CASE("words: INT4 pairs in the order of an operand, 136 above the number") {
+  constexpr std::uint32_t kLow = 0x76543210U;  // number i of the row is i
+  constexpr std::uint32_t kHigh = 0xFEDCBA98U;
+  for (int half = 0; half < 2; ++half) {
+    const std::uint32_t word = int4_word(kLow, kHigh, half);
+    for (int pair = 0; pair < 4; ++pair) {
+      const std::uint32_t k = static_cast<std::uint32_t>(4 * half + pair / 2 * 2) + (pair % 2 == 0 ? 0 : 8);
+      const std::uint32_t expected = (0x4300U | k) | (0x4300U | (k + 1)) << 16;  // 128 + k and 128 + k + 1 in bf16
+      require(int4_lifted(word, pair) == expected, concat("half ", half, ", pair ", pair));
+    }
+  }
+}
+
+TEST_CASE("k_block_bytes: INT4's scales behind each group, the last one short") {
+  require(k_block_bytes(16, 4) == 4 * 4096 && k_block_bytes(8, 4) == 4 * 2048, "no scales between");
+  require(k_block_bytes(4, 4) == 4 * 1024 + 128 && k_block_bytes(4, 6) == 6 * 1024 + 256, "64 scales of 2 bytes");
+  require(stage_bytes(16, 1) == 16384 && stage_bytes(8, 4) == 16384, "16 KB");
+  require(stage_bytes(8, 8) == 8192 && stage_bytes(4, 4) == 8192 + 256, "with scales");
 }
 
 TEST_CASE("rotary_dim_at: every dim once, partners in one strip") {
@@ -106,6 +160,19 @@ TEST_CASE("rotary_dim_at: every dim once, partners in one strip") {
   }
 }
 
+TEST_CASE("attention: beside one block of a matrix where the head is not too wide") {
+  for (const NamedDevice& device : kDevices) {
+    for (const int head_dim : {64, 96, 128, 256}) {
+      const int ring = attention_ring(device.limits, head_dim);
+      const int bytes = ring_bytes(head_dim, ring) + kAttentionStaticBytes;
+      const std::string what = concat(device.name, ", head_dim ", head_dim);
+      require(ring >= 1 && ring <= kMaxRing && bytes <= device.limits.shared_per_block, what + ": fits a block");
+      if (head_dim <= 128) require(bytes <= slot_bytes(device.limits), what + ": keeps to its slot");
+      if (device.limits.compute_capability == 90 && head_dim <= 128) require(ring >= 2, what + ": fetches ahead");
+    }
+  }
+}
+
 TEST_CASE("attention_grid: every query row has a task") {
   for (const NamedDevice& device : kDevices) {
     for (int rows = 1; rows <= kMaxTokens; ++rows) {
@@ -114,6 +181,7 @@ TEST_CASE("attention_grid: every query row has a task") {
         require(grid.lanes * grid.width >= rows && grid.packs * kPackedRows >= width * 8, "every query row has a task");
         require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * slots_of(device.limits),
                 "split tasks fit their counters and parts");
+        require(attention_blocks(device.limits, grid) <= slots_of(device.limits), "at most two blocks per SM");
       }
     }
   }

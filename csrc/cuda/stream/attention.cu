@@ -107,19 +107,21 @@ __device__ __forceinline__ void mark_ancestors(const AttentionArgs& args, int fi
 
 __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBatch& batch, int first_row) {
   const EngineContext& context = args.context;
-  const RowPlace place = place_of(context, batch, args.rows, first_row).place;
   Keys keys;
-  if (!place.live) return keys;
   const bool step = args.rows.pass == Pass::kStep;
+  const RowPlace place = step                                  ? place_of(context, batch, args.rows, first_row).place
+                         : args.rows.pass == Pass::kExtendLast ? last_place(context, batch, first_row)
+                                                               : locate(context, batch, args.rows, first_row);
+  if (!place.live) return keys;
   const std::int64_t node =
       static_cast<std::int64_t>(place.lane) * context.speculation.num_scratch_nodes() * context.config.kv_size();
-  keys.table = context.kv.req_to_token + batch.req_pool_indices[place.lane] * context.kv.max_context;
+  keys.table = context.kv.req_to_token + load_past_l1(batch.req_pool_indices, place.lane) * context.kv.max_context;
   keys.pool_k = args.pool_k;
   keys.pool_v = args.pool_v;
   keys.scratch_k = args.scratch_k + node;
   keys.scratch_v = args.scratch_v + node;
   keys.slots = context.kv.num_kv_slots;
-  const std::int64_t prefix = step ? context.lanes.new_len[place.lane] : place.position + 1;
+  const std::int64_t prefix = step ? place.position - args.rows.step + 1 : place.position + 1;
   keys.prefix = static_cast<int>(prefix < context.kv.max_context ? prefix : context.kv.max_context);
   keys.total = keys.prefix + (step ? args.rows.step * context.speculation.topk : 0);
   // The projections of this pass write the nodes of a step; the last rows' keys were written one launch earlier.
@@ -185,10 +187,13 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch
   __syncthreads();  // `last` and the ring serve the next item
 }
 
-// Lengths, tables and ancestors are read before the wait: qkv, which stands before, releases this kernel only after its
-// own wait, so all that select and admit wrote is there.
+// Lengths, tables and ancestors are read before the wait. Two conditions make that right: qkv, which stands before,
+// releases this kernel only after its own wait, so all that select and admit wrote lies in L2; and what an earlier
+// launch left in this SM's L1 is not looked at: all of it is read past L1. Not so the rows of several layers' extends
+// (Pass::kExtendAll), whose places admit wrote before a kernel without the attribute.
 template <int kDim, int kRing>
 __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid_constant__ AttentionArgs args) {
+#if EAGLEX_STREAM_KERNELS
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::uint32_t visible[kMaxTopk][kMaskWords];
   __shared__ float weights[kPackedRows][kMaxSplits + 2];
@@ -206,34 +211,36 @@ __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid
                       producers);
     producers = Producers::kDone;
   }
+#endif
 }
 
 template <int kDim, int kRing>
 void launch_ring(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
-  static_assert(kRingBytes<kDim, kRing> >= kAttentionWarps * kPackedRows * (kDim + 2) * 4,
+  static_assert(ring_bytes(kDim, kRing) >= kAttentionWarps * kPackedRows * (kDim + 2) * 4,
                 "the warps' sums reuse the ring");
-  const int blocks = std::min(slots_of(plan.device), args.grid.tasks * args.grid.splits);
+  const int blocks = attention_blocks(plan.device, args.grid);
   launch_chained(plan, attention_kernel<kDim, kRing>, dim3(static_cast<unsigned>(blocks)), kThreadsOfBlock,
-                 kRingBytes<kDim, kRing>, stream, args);
+                 ring_bytes(kDim, kRing), stream, args);
 }
-
-constexpr int kStaticBytes = 3072;  // masks and weights
 
 template <int kDim>
 void launch(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
-  constexpr int kMost = kDim <= 128 ? 3 : 2;
-  if (kRingBytes<kDim, kMost> + kStaticBytes <= slot_bytes(plan.device)) {
-    return launch_ring<kDim, kMost>(plan, args, stream);
+  switch (attention_ring(plan.device, kDim)) {
+    case 3:
+      if constexpr (kDim <= 128) return launch_ring<kDim, 3>(plan, args, stream);
+      [[fallthrough]];
+    case 2:
+      return launch_ring<kDim, 2>(plan, args, stream);
+    default:
+      return launch_ring<kDim, 1>(plan, args, stream);
   }
-  launch_ring<kDim, kMost - 1>(plan, args, stream);
 }
 
 }  // namespace
 
 bool attends(const DeviceLimits& device, int head_dim) {
   if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) return false;
-  const int least = head_dim <= 128 ? 2 : 1;
-  return kAttentionWarps * least * 2 * kKeys * (head_dim * 2 + 16) + kStaticBytes <= device.shared_per_block;
+  return ring_bytes(head_dim, 1) + kAttentionStaticBytes <= device.shared_per_block;
 }
 
 void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context,

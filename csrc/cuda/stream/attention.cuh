@@ -8,7 +8,6 @@
 
 namespace eaglex::stream {
 
-inline constexpr int kKeys = 16;  // of one step of a warp
 inline constexpr int kThreadsOfBlock = kAttentionWarps * 32;
 inline constexpr int kMaskWords = kMaxSteps * kMaxTopk / 32;
 
@@ -48,7 +47,7 @@ inline constexpr std::int64_t kNowhere = -1;
 __device__ __forceinline__ std::int64_t row_of(const Keys& keys, int i) {
   if (i >= keys.total) return kNowhere;
   if (i >= keys.prefix) return -2 - static_cast<std::int64_t>(i - keys.prefix);
-  const std::int64_t slot = keys.table[i];
+  const std::int64_t slot = __ldcg(keys.table + i);
   return slot >= 0 && slot < keys.slots ? slot : kNowhere;
 }
 
@@ -56,13 +55,10 @@ __device__ __forceinline__ void copy_or_zero(std::uint32_t to, const void* from,
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Bytes of a key in shared memory: an odd number of 16-byte units, so that ldmatrix has no bank conflicts.
 template <int kDim>
-inline constexpr int kKeyBytes = kDim * 2 + 16;
+inline constexpr int kKeyBytes = key_bytes(kDim);
 template <int kDim>
 inline constexpr int kStageBytes = 2 * kKeys * kKeyBytes<kDim>;
-template <int kDim, int kRing>
-inline constexpr int kRingBytes = kAttentionWarps * kRing * kStageBytes<kDim>;
 
 // K and V of 16 keys into a stage; lane i < 16 brings the row of key i.
 template <int kDim>
@@ -193,6 +189,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing&
     fetch_step(is_settled(step) ? step : end, rows[i], i);
   }
   if (producers == Producers::kRunning) {
+    __syncthreads();  // the wait of one warp holds up the others too: first all must have begun their copies
     wait_for_producers();
 #pragma unroll
     for (int i = 0; i < kRing - 1; ++i) {

@@ -39,6 +39,29 @@ struct AttentionGrid {
   return grid;
 }
 
+// Two blocks per SM at most.
+[[nodiscard]] constexpr int attention_blocks(const DeviceLimits& device, const AttentionGrid& grid) {
+  return std::min(slots_of(device), grid.tasks * grid.splits);
+}
+
+inline constexpr int kKeys = 16;                    // of one step of a warp
+inline constexpr int kAttentionStaticBytes = 3072;  // masks and weights
+inline constexpr int kMaxRing = 3;                  // steps that a warp has under way
+
+// Bytes of a key in shared memory: an odd number of 16-byte units, so that ldmatrix has no bank conflicts.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int key_bytes(int head_dim) {
+  return head_dim * 2 + 16;
+}
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int ring_bytes(int head_dim, int ring) {
+  return kAttentionWarps * ring * 2 * kKeys * key_bytes(head_dim);
+}
+// The deepest ring that leaves the other half of the SM to the kernels around; 1 where none does.
+[[nodiscard]] constexpr int attention_ring(const DeviceLimits& device, int head_dim) {
+  int ring = head_dim <= 128 ? kMaxRing : 2;
+  while (ring > 1 && ring_bytes(head_dim, ring) + kAttentionStaticBytes > slot_bytes(device)) --ring;
+  return ring;
+}
+
 [[nodiscard]] constexpr std::size_t attention_slot_floats(int head_dim) {
   return static_cast<std::size_t>(kPackedRows) * (static_cast<std::size_t>(head_dim) + 2);
 }

@@ -33,7 +33,7 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   GemmConfig config;
   config.token_tiles = problem.tokens <= 8 ? 1 : problem.tokens <= 16 ? 2 : problem.tokens <= 32 ? 4 : 8;
   config.tile_rows = tile_rows_for(config.token_tiles);
-  config.chunk_k = kChunkBytes * 8 / problem.weight_bits / config.tile_rows;
+  config.chunk_k = chunk_bytes(problem.weight_bits, config.token_tiles) * 8 / problem.weight_bits / config.tile_rows;
   config.row_tiles = (problem.rows + config.tile_rows - 1) / config.tile_rows;
   config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
   const int units = config.row_tiles * problem.segments * config.chunks_per_segment;
@@ -46,6 +46,7 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
   config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
+  if (problem.most_blocks > 0) config.grid = std::min(config.grid, problem.most_blocks);
   config.split = split_of(units, config.grid);
   config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
   return config;

@@ -20,7 +20,7 @@ namespace eaglex::stream {
 inline constexpr int kMaxTokens = 64;
 inline constexpr int kMaxSegments =
     8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
-inline constexpr int kMaxStages = 8;
+inline constexpr int kMaxStages = 16;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kConsumerThreads = kConsumerWarps * 32;
 inline constexpr int kThreads = kConsumerThreads + 64;  // and one warp for weights, one for activations
@@ -30,11 +30,43 @@ inline constexpr int kStripRows = 16;      // rows of one tensor-core operand
 inline constexpr int kKBlock = 32;         // k values of one piece: two m16n8k16
 inline constexpr int kKMultiple = 64;      // K of a segment must be a multiple
 inline constexpr int kPaddedRows = 128;    // storage is padded to this, with zeros
-inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage
+inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage, at most
+inline constexpr int kGroupBlocks = 4;     // K blocks whose inputs share a scale in INT4: 128 inputs
+
+inline constexpr int kSquares = 8 * kConsumerWarps;  // partial sums of squares: 8 tokens per warp
+
+// How the weights of a matrix lie in its tiles.
+enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int bits_of(Precision precision) {
+  return precision == Precision::kBf16 ? 16 : precision == Precision::kFp8 ? 8 : 4;
+}
+
+// Bytes of the weights in a stage. Fewer bits bring more k, whose activations lie beside them: half a chunk where those
+// would leave no room for a third stage, or on sm_120 for a second.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int chunk_bytes(int bits, int token_tiles) {
+#ifdef EAGLEX_INT4_CHUNK
+  if (bits == 4 && token_tiles == 1) return EAGLEX_INT4_CHUNK;
+#endif
+  return bits == 4 || (bits == 8 && token_tiles == 8) ? kChunkBytes / 2 : kChunkBytes;
+}
+
+// Bytes of `blocks` K blocks of 64 rows in their tiles: in INT4 the group's scales (16 bits) follow its values.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::int64_t k_block_bytes(int bits, std::int64_t blocks) {
+  const std::int64_t groups = bits == 4 ? (blocks + kGroupBlocks - 1) / kGroupBlocks : 0;
+  return blocks * kBlockRows * kKBlock * bits / 8 + groups * kBlockRows * 2;
+}
+
+// Bytes of a stage's weights with their scales.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int stage_bytes(int bits, int token_tiles) {
+  const int chunk = chunk_bytes(bits, token_tiles);
+  return static_cast<int>(k_block_bytes(bits, chunk * 8 / bits / kBlockRows / kKBlock));
+}
 
 // How the parts of a tile that several blocks computed are summed; both in a fixed order.
 enum class Reduction : std::uint8_t {
   kOwner,        // the block with the tile's head waits for the others: needs the whole grid resident
+  kOwnerByBulk,  // the same, and from 17 tokens on parts come by bulk copies, several at once
   kLastArriver,  // whoever is last sums up: never waits, a little slower
 };
 
@@ -101,6 +133,7 @@ struct GemmProblem {
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
+  int most_blocks = 0;     // 0: as many as fit; fewer where a kernel before it still holds slots
 };
 
 struct GemmConfig {
@@ -132,11 +165,11 @@ struct SharedLayout {
   int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit
   int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;  // between the warps: halves of K, tiles of logits
-  int norms = 0;     // [2 halves of K][tokens] sums of squares, then [segments][tokens] 1 / rms
+  int norms = 0;     // kSquares sums of squares, then [segments][tokens] 1 / rms
   int sources = 0;   // [segments][tokens] pointers to rows of x
   int row_info = 0;  // [tokens] of the epilogue's own type
   int state = 0;     // the epilogue's own
-  int barriers = 0;  // full and empty per stage, then one for row_info
+  int barriers = 0;  // landed, full and empty per stage, then row_info, the block's flag, sums of others
   int total = 0;
 };
 
@@ -157,15 +190,15 @@ struct SharedLayout {
                                                                       int chunk_k, int stages) {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
-  at.x = stages * kChunkBytes;
+  at.x = stages * stage_bytes(p.weight_bits, token_tiles);
   at.gamma = at.x + stages * chunk_k * p.tokens * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(token_tiles), 16);
-  at.sources = at.norms + (p.normed ? (2 + p.segments) * tokens * 4 : 0);
+  at.sources = at.norms + (p.normed ? (kSquares + p.segments * tokens) * 4 : 0);
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
-  at.total = at.barriers + 8 * (2 * stages + 2);
+  at.total = at.barriers + 8 * (3 * stages + 3);
   return at;
 }
 

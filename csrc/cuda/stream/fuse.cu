@@ -10,6 +10,7 @@ namespace {
 template <bool kWithNorm>
 struct FuseStep : PlainStep {
   static constexpr bool kNormed = kWithNorm;
+  static constexpr bool kLowBit = false;
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
@@ -19,13 +20,15 @@ struct FuseStep : PlainStep {
     int k;  // of one segment
     int segments;
     int rows;
+    int first;  // row of the pass
   };
 
   // Rows of lanes that keep nothing may hold anything, NaN too; they read zeros.
   __device__ static void locate(const Params& params, int token, const bf16** source, int stride, PlainStep::RowInfo*) {
     const DraftBatch& batch = *params.batch;
-    const bool live = eaglex::locate(params.context, batch, params.rows_of_pass, token).live;
-    const bf16* const row = static_cast<const bf16*>(batch.aux_hidden_states) + token * batch.aux_stride;
+    const bool live = eaglex::locate(params.context, batch, params.rows_of_pass, params.first + token).live;
+    const bf16* const row =
+        static_cast<const bf16*>(batch.aux_hidden_states) + (params.first + token) * batch.aux_stride;
     for (int i = 0; i < params.segments; ++i)
       source[i * stride] = live ? row + static_cast<std::int64_t>(i) * params.k : params.idle_row;
   }
@@ -55,18 +58,20 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
   const int rows = rows_of(params.fc);
   const int k = columns_of(params.fc) / segments;
   GemmShape shape;
-  shape.tiles = tiles_of(params.fc);
   shape.eps = context.config.rms_norm_eps;
+  shape.release = Release::kAfterWait;  // so that what follows may read at once what admit has written
   if constexpr (Step::kNormed) {
     for (int i = 0; i < segments; ++i) {
       expect_bf16("aux_norms", params.aux_norms[i]);
       shape.gamma[i] = params.aux_norms[i].template as<const bf16>();
     }
   }
-  const typename Step::Params step{
-      context, batch,    params.rows, static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden),
-      k,       segments, rows};
-  launch_gemm<Step>(plan, problem_of<Step>(rows, k, segments, params.rows.max_rows), 0, shape, step, stream);
+  auto* const hidden = static_cast<bf16*>(params.hidden) + static_cast<std::int64_t>(plan.first_row) * rows;
+  const typename Step::Params step{context,  batch, params.rows,   static_cast<const bf16*>(plan.idle_row), hidden, k,
+                                   segments, rows,  plan.first_row};
+  const Tiles& tiles = tiles_of(params.fc);
+  launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), 0, shape, step,
+                    stream);
 }
 
 }  // namespace

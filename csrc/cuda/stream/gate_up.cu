@@ -47,11 +47,12 @@ void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const En
   const int k = columns_of(params.gate_up);
   expect_bf16("post_attention_layernorm", params.norm);
   GemmShape shape;
-  shape.tiles = tiles_of(params.gate_up);
   shape.gamma[0] = params.norm.as<const bf16>();
   shape.eps = context.config.rms_norm_eps;
   const GateUpStep::Params step{static_cast<const bf16*>(params.x), static_cast<bf16*>(params.out), k, rows / 2};
-  launch_gemm<GateUpStep>(plan, problem_of<GateUpStep>(rows, k, 1, params.rows.max_rows), 0, shape, step, stream);
+  const Tiles& tiles = tiles_of(params.gate_up);
+  launch_gemm<GateUpStep>(plan, tiles, problem_of<GateUpStep>(tiles, rows, k, 1, params.rows.max_rows), 0, shape, step,
+                          stream);
 }
 
 }  // namespace eaglex::stream

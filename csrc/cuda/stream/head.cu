@@ -87,7 +87,8 @@ struct HeadStep : PlainStep {
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i)
       sum += values[i] == __int_as_float(0xFF800000) ? 0.0F : __expf(values[i] - maximum);
-    sum = warp_sum(sum) + (before == __int_as_float(0xFF800000) ? 0.0F : state.sum * __expf(before - maximum));
+    // With nothing yet the sum is 0; where all was NaN so far it is NaN and must stay.
+    sum = warp_sum(sum) + state.sum * (before == __int_as_float(0xFF800000) ? 1.0F : __expf(before - maximum));
 
     // Insert what beats the worst of the list, best first; after the first tiles that is rare.
     std::uint64_t best = lane < params.topk ? state.best[lane] : 0;
@@ -132,13 +133,14 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
   expect_range("topk", topk, 1, plan.needs.topk);
   expect_bf16("norm", params.norm);
   GemmShape shape;
-  shape.tiles = tiles_of(params.lm_head);
   shape.gamma[0] = params.norm.as<const bf16>();
   shape.eps = context.config.rms_norm_eps;
   const int vocab = rows_of(params.lm_head);
   const int k = columns_of(params.lm_head);
   const HeadStep::Params step{static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats};
-  return launch_gemm<HeadStep>(plan, problem_of<HeadStep>(vocab, k, 1, params.rows.max_rows), 0, shape, step, stream);
+  const Tiles& tiles = tiles_of(params.lm_head);
+  return launch_gemm<HeadStep>(plan, tiles, problem_of<HeadStep>(tiles, vocab, k, 1, params.rows.max_rows), 0, shape,
+                               step, stream);
 }
 
 }  // namespace eaglex::stream

@@ -1,6 +1,9 @@
 // Host side of every stream_gemm: problem -> config -> launch, with or without PDL.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 #include "core/error.h"
 #include "cuda/stream/check.h"
 #include "cuda/stream/gemm.cuh"
@@ -32,36 +35,76 @@ void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 
 }
 
 template <class Step>
-[[nodiscard]] GemmProblem problem_of(int rows, int k, int segments, int tokens) {
+[[nodiscard]] GemmProblem problem_of(const Tiles& tiles, int rows, int k, int segments, int tokens) {
   return {rows,
           k,
           segments,
           tokens,
           Step::kNormed,
-          Bf16Weights::kBits,
+          bits_of(tiles.precision),
           static_cast<int>(sizeof(typename Step::RowInfo)),
-          Step::kStateBytes};
+          Step::kStateBytes,
+          0};
 }
 
-template <int kTokenTiles, class Step>
-void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, const GemmShape& shape,
+// Blocks of `kernel` that an SM holds. Asked once per kernel and size: the driver takes a microsecond.
+inline int blocks_per_sm(const void* kernel, int shared_bytes, std::atomic<std::int64_t>& known) {
+  const std::int64_t before = known.load(std::memory_order_relaxed);
+  if (before >> 8 == shared_bytes) return static_cast<int>(before & 0xFF);
+  int blocks = 0;
+  check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, static_cast<std::size_t>(shared_bytes)),
+      "occupancy");
+  known.store(static_cast<std::int64_t>(shared_bytes) << 8 | blocks, std::memory_order_relaxed);
+  return blocks;
+}
+
+template <class Weights, int kTokenTiles, class Step>
+void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, GemmShape shape,
                   const typename Step::Params& params, cudaStream_t stream) {
-  auto* const kernel = stream_gemm<Bf16Weights, kTokenTiles, Step>;
+  static std::atomic<std::int64_t> known = 0;
+  auto* const kernel = stream_gemm<Weights, kTokenTiles, Step>;
   const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
+        "shared memory");
+  const int resident =
+      plan.device.num_sms * blocks_per_sm(reinterpret_cast<const void*>(kernel), config.shared_bytes, known);
+  if (resident < config.grid) shape.reduction = Reduction::kLastArriver;
   launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape,
                  layout, params);
 }
 
-// Fills in what follows from the plan and the problem; `shape` brings tiles, gammas and eps. Returns the grid. A launch
+template <class Weights, class Step>
+void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, const GemmShape& shape,
+               const typename Step::Params& params, cudaStream_t stream) {
+  switch (config.token_tiles) {
+    case 1:
+      return launch_tiled<Weights, 1, Step>(plan, problem, config, shape, params, stream);
+    case 2:
+      return launch_tiled<Weights, 2, Step>(plan, problem, config, shape, params, stream);
+    case 4:
+      return launch_tiled<Weights, 4, Step>(plan, problem, config, shape, params, stream);
+    default:
+      return launch_tiled<Weights, 8, Step>(plan, problem, config, shape, params, stream);
+  }
+}
+
+// Fills in what follows from the plan and the problem; `shape` brings gammas and eps. Returns the grid. A launch
 // of a range of rows gives the first row and their number; the tiles around them are computed whole.
 template <class Step>
-int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_row, GemmShape shape,
+int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
                 const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
+  if (plan.free_slots > 0) covered.most_blocks = plan.free_slots;
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
   const GemmConfig config = configure(covered, plan.device);
-  expect(shape.tiles != nullptr, ErrorCode::kShape, "Linear::prepared", "tiles", "null");
+  expect(tiles.data != nullptr, ErrorCode::kShape, "Linear::prepared", "tiles", "null");
+  expect(Step::kLowBit || tiles.precision == Precision::kBf16, ErrorCode::kShape, "Linear::prepared", "tiles of bf16",
+         bits_of(tiles.precision));
+  shape.tiles = tiles.data;
+  shape.row_scales = tiles.row_scales;
+  shape.ones = static_cast<const bf16*>(plan.ones);
   expect_range("rows of a matrix", first_row + problem.rows, 1, plan.needs.max_rows);
   expect_range("k of a row", static_cast<long long>(problem.k), 1, plan.needs.max_k);
   expect_range("segments", problem.segments, 1, plan.needs.max_segments);
@@ -77,26 +120,25 @@ int launch_gemm(const StreamPlan& plan, const GemmProblem& problem, int first_ro
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;
+  shape.never_wait = plan.never_wait;
   shape.failed = plan.failed;
-  switch (config.token_tiles) {
-    case 1:
-      launch_tiled<1, Step>(plan, covered, config, shape, params, stream);
+  switch (tiles.precision) {
+    case Precision::kBf16:
+      launch_as<Bf16Weights, Step>(plan, covered, config, shape, params, stream);
       break;
-    case 2:
-      launch_tiled<2, Step>(plan, covered, config, shape, params, stream);
+    case Precision::kFp8:
+      if constexpr (Step::kLowBit) launch_as<Fp8Weights, Step>(plan, covered, config, shape, params, stream);
       break;
-    case 4:
-      launch_tiled<4, Step>(plan, covered, config, shape, params, stream);
-      break;
-    default:
-      launch_tiled<8, Step>(plan, covered, config, shape, params, stream);
+    case Precision::kInt4:
+      if constexpr (Step::kLowBit) launch_as<Int4Weights, Step>(plan, covered, config, shape, params, stream);
       break;
   }
   return config.grid;
 }
 
-[[nodiscard]] inline const std::byte* tiles_of(const Linear& linear) {
-  return static_cast<const std::byte*>(linear.prepared);
+[[nodiscard]] inline const Tiles& tiles_of(const Linear& linear) {
+  static constexpr Tiles kNone;
+  return linear.prepared == nullptr ? kNone : *static_cast<const Tiles*>(linear.prepared);
 }
 
 // Rows of the parts of a matrix together.
@@ -119,6 +161,7 @@ struct PlainStep {
   struct RowInfo {};
   __device__ static bool rehearses(const auto&) { return false; }
   static constexpr int kStateBytes = 0;
+  static constexpr bool kLowBit = true;  // its matrix may be FP8 or INT4
   template <int kTokenTiles>
   __device__ static void begin(std::byte*) {}
   template <int kTokenTiles>

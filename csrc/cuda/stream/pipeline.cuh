@@ -1,8 +1,7 @@
 // The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
 //
-// The weight warp touches nothing but weights and gammas, which never change, so it never waits for the kernel before:
-// under PDL the ring is full when the activations arrive. The activation warp waits, finds the rows, and copies them
-// beside the weights.
+// Weights and gammas never change, so the ring is filled before the wait for the kernel before: under PDL it is full when
+// the activations arrive. After it the activation warp finds the rows and copies them beside the weights.
 #pragma once
 
 #include "cuda/stream/config.h"
@@ -17,11 +16,21 @@ using bf16 = __nv_bfloat16;
 // one's wait: it may then read, before its own wait, all that was written before this one.
 enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 
+// So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
+// front of the memory, and what a step needs beside its weights would wait behind them.
+inline constexpr int kInFlight = 2;
+// And so many are under way before the block waits for the kernels before; all, if its ring has no more.
+inline constexpr int kBeforeWait = kMaxStages;
+
 // One launch, without what its step adds.
 struct GemmShape {
   const std::byte* tiles = nullptr;
+  const float* row_scales = nullptr;     // FP8: [padded rows], in the tiles' order
+  const bf16* ones = nullptr;            // [k]: gamma of a segment without a norm
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
+  int before_wait = kBeforeWait;
+  int in_flight = kInFlight;
   int segments = 1;
   int tokens = 0;
   int first_row_tile = 0;
@@ -34,8 +43,10 @@ struct GemmShape {
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
   Release release = Release::kAtOnce;
-  const std::int32_t* needed = nullptr;  // null, or 0 there: nobody wants the result
-  std::uint32_t* failed = nullptr;       // set where a wait between blocks ran into its deadline
+  const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
+  const std::int32_t* needed_late = nullptr;  // the same, read after it
+  const std::int32_t* never_wait = nullptr;   // 1 there: once a wait between blocks has failed, last arrivers sum up
+  std::uint32_t* failed = nullptr;            // set where a wait between blocks ran into its deadline
 };
 
 template <class Weights, int kTokenTiles>
@@ -44,7 +55,8 @@ struct Geometry {
   static constexpr int kRowWarps = kTileRows / kStripRows;
   static constexpr int kHalves =
       kConsumerWarps / kRowWarps;  // warps that share a strip, each with its part of a chunk's k
-  static constexpr int kChunkK = kChunkBytes * 8 / Weights::kBits / kTileRows;
+  static constexpr int kStageBytes = stage_bytes(Weights::kBits, kTokenTiles);
+  static constexpr int kChunkK = chunk_bytes(Weights::kBits, kTokenTiles) * 8 / Weights::kBits / kTileRows;
   static constexpr int kKBlocks = kChunkK / kKBlock;
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
   static constexpr int kTokens = 8 * kTokenTiles;
@@ -77,8 +89,9 @@ struct Ring {
   std::uint32_t weights;  // shared addresses
   std::uint32_t x;
   std::uint32_t gamma;
-  std::uint32_t full;
-  std::uint32_t empty;
+  std::uint32_t landed;  // barriers per stage: its weights are there
+  std::uint32_t full;    // its activations are there
+  std::uint32_t empty;   // everybody has read it
   int stages;
   int x_bytes;  // of a stage: chunk_k · tokens · 2
 };
@@ -97,60 +110,72 @@ struct RingPosition {
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;
 
-// Once the ring has been filled for the first time, so many stages of a block are under way at once. More would only
-// queue up in front of the memory, and what a step needs beside its weights would wait behind them.
-inline constexpr int kInFlight = 2;
-
-// Arrivals that make a stage full: the weights' one (or the whole warp's without bulk copies) and the activation
-// warp's.
-inline constexpr int kFullArrivals = 32 + (kBulkCopies ? 1 : 32);
-
+// Issues the copies of a chunk; by one thread.
 template <class Weights, int kTokenTiles, bool kNormed>
-__device__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
+__device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring& ring, const Cursor& cursor, int stage,
+                                             std::uint64_t policy) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kKBlockBytes = kBlockRows / kStripRows * Weights::kPieceBytes;  // of one row block
-  const int lane = threadIdx.x % 32;
-  if (kBulkCopies && lane != 0) return;
-  const std::uint64_t policy = kBulkCopies ? evict_first_policy() : 0;
   const int k_blocks = shape.k / kKBlock;
-  RingPosition at(kProducer);
-  RingPosition landed(kConsumer);
-  Cursor cursor(shape, first);
-  for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
-    mbar_wait(ring.empty + 8 * at.stage, at.phase);
-    if (unit - first >= ring.stages) mbar_wait(ring.full + 8 * landed.stage, landed.phase);
-    if (unit - first >= kInFlight) landed.next(ring);
-    const int k_block = cursor.chunk * G::kKBlocks;
-    const int count = min(G::kKBlocks, k_blocks - k_block);
-    const std::uint32_t bytes = count * kKBlockBytes;
-    const std::uint32_t bar = ring.full + 8 * at.stage;
-    const std::uint32_t to = ring.weights + at.stage * kChunkBytes;
-    const bf16* const gamma = kNormed ? shape.gamma[cursor.segment] : nullptr;
-    const std::uint32_t gamma_to = ring.gamma + at.stage * G::kChunkK * 2;
-    if (kBulkCopies) mbar_arrive_expect(bar, G::kRowBlocks * bytes + (gamma != nullptr ? count * kKBlock * 2 : 0));
+  const std::int64_t segment_bytes = k_block_bytes(Weights::kBits, k_blocks);
+  const int k_block = cursor.chunk * G::kKBlocks;
+  const int count = min(G::kKBlocks, k_blocks - k_block);
+  const auto bytes = static_cast<std::uint32_t>(k_block_bytes(Weights::kBits, count));
+  const std::uint32_t bar = ring.landed + 8 * stage;
+  const std::uint32_t to = ring.weights + stage * G::kStageBytes;
+  mbar_arrive_expect(bar, G::kRowBlocks * bytes + (kNormed ? count * kKBlock * 2 : 0));
 #pragma unroll
-    for (int block = 0; block < G::kRowBlocks; ++block) {
-      const std::int64_t row_block =
-          static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-      const std::int64_t piece = (row_block * shape.segments + cursor.segment) * k_blocks + k_block;
-      const std::byte* const from = shape.tiles + piece * kKBlockBytes;
-      const std::uint32_t block_to = to + block * (kChunkBytes / G::kRowBlocks);
-      if constexpr (kBulkCopies) {
-        bulk_copy(block_to, from, bytes, bar, policy);
-      } else {
-        for (std::uint32_t i = lane * 16; i < bytes; i += 512) cp_async_16(block_to + i, from + i);
-      }
-    }
-    if (gamma != nullptr) {
-      const bf16* const from = gamma + k_block * kKBlock;
-      if constexpr (kBulkCopies) {
-        bulk_copy(gamma_to, from, count * kKBlock * 2, bar, policy);
-      } else {
-        for (int i = lane; i < count * 4; i += 32) cp_async_16(gamma_to + i * 16, from + i * 8);
-      }
-    }
-    if (!kBulkCopies) mbar_arrive_on_cp_async(bar);
+  for (int block = 0; block < G::kRowBlocks; ++block) {
+    const std::int64_t row_block =
+        static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
+    const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+                                  k_block_bytes(Weights::kBits, k_block);
+    bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
   }
+  if constexpr (kNormed) {
+    const bf16* const own = shape.gamma[cursor.segment];
+    const bf16* const gamma = (own != nullptr ? own : shape.ones) + k_block * kKBlock;
+    bulk_copy(ring.gamma + stage * G::kChunkK * 2, gamma, count * kKBlock * 2, bar, policy);
+  }
+}
+
+// Chunks of the first round that come before the wait.
+__device__ __forceinline__ int first_chunks(const GemmShape& shape, int units) {
+  return min(min(shape.before_wait, shape.stages), units);
+}
+
+// They must be under way before any thread of the block waits for the kernels before: griddepcontrol.wait holds up the
+// whole block, whichever warp calls it.
+template <class Weights, int kTokenTiles, bool kNormed>
+__device__ __forceinline__ void fill_ring(const GemmShape& shape, const Ring& ring, int first, int last) {
+  const std::uint64_t policy = evict_first_policy();
+  Cursor cursor(shape, first);
+  for (int i = 0; i < first_chunks(shape, last - first); ++i, cursor.next(shape))
+    copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, i, policy);
+}
+
+// All chunks after those.
+template <class Weights, int kTokenTiles, bool kNormed>
+__device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
+  constexpr int kInChunk = kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
+  const int most = min(shape.in_flight * kInChunk, ring.stages);
+  const std::uint64_t policy = evict_first_policy();
+  int under_way = first_chunks(shape, last - first);
+  RingPosition oldest(kConsumer);  // of those under way
+  RingPosition at(under_way == ring.stages ? kProducer ^ 1 : kProducer);
+  at.stage = under_way % ring.stages;
+  Cursor cursor(shape, first + under_way);
+  for (int unit = first + under_way; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
+    copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
+    ++under_way;
+  }
+}
+
+// What fill_ring has begun, where nobody will consume it: a block must not end under its copies, since the shared
+// memory goes to another.
+__device__ __forceinline__ void land_ring(const Ring& ring, int count) {
+  for (int i = 0; i < count; ++i) mbar_wait(ring.landed + 8 * i, kConsumer);
 }
 
 // `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows
@@ -159,8 +184,9 @@ template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
                                     int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kPieces = G::kKBlocks * 4;     // of 16 bytes, per token and chunk
-  constexpr int kTokensAtOnce = 32 / kPieces;  // a warp's copies cover whole rows
+  constexpr int kPieces = G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;  // of 16 bytes, per token and pass
+  constexpr int kPasses = G::kKBlocks * 4 / kPieces;                    // over a chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;                           // a warp's copies cover whole rows
   constexpr int kCopies = G::kTokens / kTokensAtOnce;
   const int lane = threadIdx.x % 32;
   const int token = lane / kPieces;
@@ -182,11 +208,14 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
     }
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
     const int offset = cursor.chunk * G::kChunkK;
-    if (cursor.chunk + 1 < shape.chunks_per_segment || piece < last_pieces) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (token + i * kTokensAtOnce < shape.tokens) {
-          cp_async_16(to + at.stage * ring.x_bytes + i * kTokensAtOnce * 64, rows[i] + offset);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (cursor.chunk + 1 < shape.chunks_per_segment || pass * kPieces + piece < last_pieces) {
+        const std::uint32_t pass_to = to + at.stage * ring.x_bytes + pass * kPieces / 4 * shape.tokens * 64;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (token + i * kTokensAtOnce < shape.tokens)
+            cp_async_16(pass_to + i * kTokensAtOnce * 64, rows[i] + offset + pass * kPieces * 8);
         }
       }
     }

@@ -6,6 +6,10 @@
 
 namespace eaglex::stream {
 
+__device__ __forceinline__ std::int64_t load_past_l1(const IdView& ids, std::int64_t i) {
+  return ids.i64 != nullptr ? load_past_l1(ids.i64 + i) : load_past_l1(ids.i32 + i);
+}
+
 struct StepPlace {
   RowPlace place;
   std::int64_t token = 0;  // of the row; kStep only
@@ -36,6 +40,17 @@ __device__ __forceinline__ StepPlace place_of(const EngineContext& context, cons
   place.source = static_cast<std::int64_t>(lane) * (rows.step == 1 ? 1 : topk) + parent;
   result.token = token;
   return result;
+}
+
+// The row of Pass::kExtendLast, for attention: its position is all that it needs.
+__device__ __forceinline__ RowPlace last_place(const EngineContext& context, const DraftBatch& batch, int lane) {
+  RowPlace place;
+  const int batch_size = __ldcg(&batch.batch);
+  const int status = __ldcg(context.lanes.status + lane);
+  place.position = load_past_l1(context.lanes.new_len + lane) - 1;
+  place.lane = lane;
+  place.live = lane < batch_size && status == static_cast<int>(LaneStatus::kLive);
+  return place;
 }
 
 }  // namespace eaglex::stream

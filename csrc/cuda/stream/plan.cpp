@@ -4,7 +4,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <string>
+#include <vector>
 
+#include "core/error.h"
 #include "core/workspace.h"
 #include "cuda/stream/attention.h"
 #include "cuda/stream/check.h"
@@ -13,9 +17,27 @@
 namespace eaglex::stream {
 namespace {
 
-bool env_is(const char* name, const char* value) {
-  const char* const set = std::getenv(name);
-  return set != nullptr && std::strcmp(set, value) == 0;
+// What a variable holds, as its place among the names; 0 where it is not set. Anything else is a mistake that must not
+// pass for the default.
+int choice_of(const char* variable, std::initializer_list<const char*> names) {
+  const char* const set = std::getenv(variable);
+  if (set == nullptr) return 0;
+  std::string expected;
+  int at = 0;
+  for (const char* const name : names) {
+    if (std::strcmp(set, name) == 0) return at;
+    expected += (at++ == 0 ? "" : " or ") + std::string(name);
+  }
+  fail(ErrorCode::kConfig, variable, ": expected ", expected, ", got ", set);
+}
+
+// Under MPS, with a share of the card or not, other processes' kernels may hold the slots that a waiting block needs.
+bool under_mps() {
+  int device = 0;
+  int enabled = 0;
+  check(cudaGetDevice(&device), "device");
+  check(cudaDeviceGetAttribute(&enabled, cudaDevAttrMpsEnabled, device), "device attribute");
+  return enabled != 0 || std::getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") != nullptr;
 }
 
 // The most that any launch exchanges: 64 tokens, tiles of 128 rows.
@@ -33,9 +55,11 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.needs = needs;
   const auto blocks = static_cast<std::size_t>(slots_of(device));
   plan.partials = workspace.take<std::byte>(most_partial_bytes(device, needs));
-  plan.counters = workspace.take<std::uint32_t>(static_cast<std::size_t>(needs.max_rows / kBlockRows + 2));
+  plan.counters = workspace.take<std::uint32_t>(static_cast<std::size_t>(num_counters(needs)));
+  plan.never_wait = workspace.take<std::int32_t>(1);
   plan.failed = workspace.take<std::uint32_t>(1);
   plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
+  plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.head_keys = workspace.take<std::uint64_t>(blocks * kMaxTokens * static_cast<std::size_t>(needs.topk));
   plan.head_stats = workspace.take<float2>(blocks * kMaxTokens);
   plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs.head_dim));
@@ -69,14 +93,14 @@ std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs
 StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace) {
   Workspace memory(workspace);
   StreamPlan plan = carve(device, needs, memory);
-  plan.pdl = device.compute_capability >= 90 && !env_is("EAGLEX_PDL", "0");
-  const bool shared = std::getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") != nullptr;
-  plan.reduction = shared || env_is("EAGLEX_STREAM_REDUCTION", "last") ? Reduction::kLastArriver : Reduction::kOwner;
+  constexpr std::uint16_t kOne = 0x3F80;  // in bf16
+  const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
+  check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");
+  plan.pdl = choice_of("EAGLEX_PDL", {"1", "0"}) == 0;
+  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
+  plan.reduction = kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];
+  if (under_mps()) plan.reduction = Reduction::kLastArriver;
   return plan;
-}
-
-bool streams(const Rows& rows, int k) {
-  return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens && k % kKMultiple == 0;
 }
 
 TileOrder qkv_order(const DraftConfig& config) {

@@ -54,12 +54,12 @@ struct ProjectionStep : PlainStep {
 void launch_projection(const StreamPlan& plan, const ProjectionParams& params, cudaStream_t stream) {
   const int rows = rows_of(params.weight);
   const int k = columns_of(params.weight);
-  GemmShape shape;
-  shape.tiles = tiles_of(params.weight);
+  const GemmShape shape;
   const ProjectionStep::Params step{static_cast<const bf16*>(params.x), static_cast<const bf16*>(params.residual),
                                     static_cast<bf16*>(params.out), k, rows};
-  launch_gemm<ProjectionStep>(plan, problem_of<ProjectionStep>(rows, k, 1, params.rows.max_rows), 0, shape, step,
-                              stream);
+  const Tiles& tiles = tiles_of(params.weight);
+  launch_gemm<ProjectionStep>(plan, tiles, problem_of<ProjectionStep>(tiles, rows, k, 1, params.rows.max_rows), 0,
+                              shape, step, stream);
 }
 
 }  // namespace eaglex::stream

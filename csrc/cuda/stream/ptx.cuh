@@ -1,5 +1,5 @@
 // The instructions behind the weight stream, one thin function each. Before sm_90 there are neither bulk copies nor
-// programmatic dependent launch (PDL): there the weights come by cp.async, and the two PDL instructions are nothing.
+// programmatic dependent launch (PDL): FastChain refuses such devices, and the kernels' bodies are empty there.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,13 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
-namespace eaglex::stream {
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-inline constexpr bool kBulkCopies = false;
+// Around the body of every kernel of the chain: a library for several architectures holds empty ones for older devices.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define EAGLEX_STREAM_KERNELS 1
 #else
-inline constexpr bool kBulkCopies = true;
+#define EAGLEX_STREAM_KERNELS 0
 #endif
+
+namespace eaglex::stream {
 
 inline constexpr std::uint64_t kDeadlineNs = 2'000'000'000;  // no wait inside a kernel outlives this
 
@@ -28,23 +29,24 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
 }
 
 // ---- PDL. `release_dependents` only lets the next kernel be scheduled; `wait_for_producers` is what makes data
-// visible.
+// visible. Seen on an H200: while one warp of a block waits, the others of the block stand still too. So nothing that
+// is to run beside the kernel before may come after the block's first wait.
 __device__ __forceinline__ void release_dependents() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 __device__ __forceinline__ void wait_for_producers() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
-// Whether the flag says that nobody wants what this launch would do. It may be read before the wait: whoever raises it
-// is done before any kernel starts that looks at it, by the order of launches and qkv's late release.
+// Whether the flag says that nobody wants what this launch would do. Before the wait it may be read only where whoever
+// raises it is done before this kernel can start: the kernels between release their dependents after their own wait
+// (Release::kAfterWait of fuse and of qkv with queries).
 __device__ __forceinline__ bool is_idle(const std::int32_t* needed) {
-  return needed != nullptr && *reinterpret_cast<const volatile std::int32_t*>(needed) == 0;
+  if (needed == nullptr) return false;
+  std::int32_t raised;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(raised) : "l"(needed) : "memory");
+  return raised == 0;
 }
 
 // ---- mbarriers in shared memory; `bar` is a shared address.
@@ -54,10 +56,13 @@ __device__ __forceinline__ void mbar_init(std::uint32_t bar, std::uint32_t arriv
 
 // Makes initialised barriers visible to the bulk-copy engine; threads of the block need a barrier of their own besides.
 __device__ __forceinline__ void mbar_init_fence() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+}
+
+// Between what threads have read and written and bulk copies of the same memory.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbar_arrive(std::uint32_t bar) {
@@ -65,9 +70,7 @@ __device__ __forceinline__ void mbar_arrive(std::uint32_t bar) {
 }
 
 __device__ __forceinline__ void mbar_arrive_expect(std::uint32_t bar, std::uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-#endif
 }
 
 // Arrives, for the calling thread, once all its earlier cp.async have landed.
@@ -77,21 +80,16 @@ __device__ __forceinline__ void mbar_arrive_on_cp_async(std::uint32_t bar) {
 
 __device__ __forceinline__ bool mbar_try_wait(std::uint32_t bar, std::uint32_t parity) {
   std::uint32_t done;
-#if __CUDA_ARCH__ >= 900
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                : "=r"(done)
                : "r"(bar), "r"(parity)
                : "memory");
-#else
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(done)
-               : "r"(bar), "r"(parity)
-               : "memory");
-#endif
   return done != 0;
 }
 
-// A copy of this block that does not land within the deadline is a fault of the device: trap rather than hang.
+// A copy of this block that does not land within the deadline is a fault of the device: trap rather than hang. The
+// clock must not include the kernel before: whoever gets here has waited for the producers, or waits for nothing but
+// weights.
 inline __device__ __noinline__ void mbar_wait_slow(std::uint32_t bar, std::uint32_t parity) {
   const std::uint64_t start = now_ns();
   std::uint32_t polls = 0;
@@ -118,13 +116,11 @@ __device__ __forceinline__ std::uint64_t evict_first_policy() {
 // evicting the rest.
 __device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t bar,
                                           std::uint64_t policy) {
-#if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(to),
       "l"(from), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
-#endif
 }
 
 __device__ __forceinline__ void cp_async_16(std::uint32_t to, const void* from) {
@@ -136,9 +132,19 @@ __device__ __forceinline__ void touch(const void* p) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory");
 }
 
+// Brings a line into L2; nobody waits.
+__device__ __forceinline__ void touch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 __device__ __forceinline__ std::int64_t load_past_l1(const std::int64_t* p) {
   std::int64_t v;
   asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ std::int32_t load_past_l1(const std::int32_t* p) {
+  std::int32_t v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 

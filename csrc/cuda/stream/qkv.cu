@@ -32,6 +32,7 @@ struct QkvStep : PlainStep {
     EngineContext context;
     const DraftBatch* batch;
     Rows rows_of_pass;
+    int first;  // row of the pass
     bool gather;
     bool has_embedding;  // the first layer
     bool normed_residual;
@@ -63,7 +64,7 @@ struct QkvStep : PlainStep {
   __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
     const EngineContext& context = params.context;
     const DraftBatch& batch = *params.batch;
-    const StepPlace found = place_of(context, batch, params.rows_of_pass, token);
+    const StepPlace found = place_of(context, batch, params.rows_of_pass, params.first + token);
     const RowPlace& place = found.place;
     const int hidden_size = context.config.hidden_size;
     const bf16* embedding = params.idle_row;
@@ -72,7 +73,7 @@ struct QkvStep : PlainStep {
     if (place.live) {
       const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? found.token : batch.input_ids[place.source];
       if (params.has_embedding) embedding = params.embed_tokens + id * hidden_size;
-      hidden = params.hidden + (params.gather ? place.source : token) * hidden_size;
+      hidden = params.hidden + (params.gather ? place.source : params.first + token) * hidden_size;
       find_kv(params, batch, place, token, info);
     }
     if (params.has_embedding) source[0] = embedding;
@@ -131,8 +132,12 @@ struct QkvStep : PlainStep {
                       normed(x.w, gamma.w, norm));
   }
 
-  // A NaN in the cache would void every later draft of all requests that share the prefix.
-  __device__ static bf16 finite(float x) { return __float2bfloat16(isfinite(x) ? x : 0.0F); }
+  // A NaN or infinity in the cache would void every later draft of all requests that share the prefix. Rounding makes
+  // infinities of its own.
+  __device__ static bf16 finite(float x) {
+    const bf16 rounded = __float2bfloat16(x);
+    return isfinite(__bfloat162float(rounded)) ? rounded : __float2bfloat16(0.0F);
+  }
 
   template <int kTokenTiles>
   __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
@@ -193,7 +198,6 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   expect_bf16("hidden_norm", hidden_norm);
 
   GemmShape shape;
-  shape.tiles = tiles_of(params.qkv);
   shape.eps = config.rms_norm_eps;
   if (first) {
     expect_bf16("embed_tokens", params.embed_tokens);
@@ -205,6 +209,7 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.context = context;
   step.batch = batch;
   step.rows_of_pass = params.rows;
+  step.first = plan.first_row;
   step.gather = params.gather;
   step.has_embedding = first;
   step.normed_residual = first && config.residual == Residual::kNormed;
@@ -223,9 +228,11 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.pool_k = static_cast<bf16*>(plan.pool_k[params.layer]);
   step.pool_v = static_cast<bf16*>(plan.pool_v[params.layer]);
   shape.release = queries ? Release::kAfterWait : Release::kAtOnce;
+  shape.needed_late = plan.needed_late;
+  const Tiles& tiles = tiles_of(params.qkv);
   const GemmProblem problem =
-      problem_of<QkvStep>(row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
-  launch_gemm<QkvStep>(plan, problem, row_begin, shape, step, stream);
+      problem_of<QkvStep>(tiles, row_end - row_begin, config.hidden_size, first ? 2 : 1, params.rows.max_rows);
+  launch_gemm<QkvStep>(plan, tiles, problem, row_begin, shape, step, stream);
 }
 
 }  // namespace eaglex::stream

@@ -2,8 +2,8 @@
 // allocated.
 //
 // A StreamPlan is made once; matrices come from `retile` in the order that `tile_order` names; DraftBatch is the
-// device's copy of the parameter block (its address stays, its contents change from launch to launch). Rows are 1..64
-// (`streams` says whether a launch fits); anything else is for the plain kernels.
+// device's copy of the parameter block (its address stays, its contents change from launch to launch). Rows are 1..64;
+// anything else is for the plain kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,23 +22,31 @@ struct StreamNeeds {
   int max_k = 0;         // of any row of x
   int max_segments = 2;  // 2 for qkv, num_aux for a fuse with a norm for each layer
   int topk = 1;
-  int num_kv_heads = 1;
-  int group = 1;  // query heads per KV head
   int head_dim = 128;
 };
+
+[[nodiscard]] constexpr int num_counters(const StreamNeeds& needs) {
+  return needs.max_rows / kBlockRows + 2;
+}
 
 struct StreamPlan {
   DeviceLimits device;
   StreamNeeds needs;
   Reduction reduction = Reduction::kOwner;
   bool pdl = true;
-  std::byte* partials = nullptr;         // sums that blocks exchange
-  std::uint32_t* counters = nullptr;     // [tiles], zero between launches
-  std::uint32_t* failed = nullptr;       // [1] nonzero: a block waited in vain for another; results since are void
-  const std::int32_t* needed = nullptr;  // where it holds 0 the launch returns at once; null: it always works
-  std::int32_t* drafting = nullptr;      // [steps] raised by select, with launch_head_merge
-  void* const* pool_k = nullptr;         // [layers], host memory: the draft's prefix KV
+  std::byte* partials = nullptr;              // sums that blocks exchange
+  std::uint32_t* counters = nullptr;          // [tiles], zero between launches
+  std::uint32_t* failed = nullptr;            // [1] nonzero: a block waited in vain for another; results since are void
+  const std::int32_t* needed = nullptr;       // where it holds 0 the launch returns at once; null: it always works
+  const std::int32_t* needed_late = nullptr;  // for qkv, the same of a flag that only the kernel before it raises
+  std::int32_t* never_wait = nullptr;         // [1] the host sets it when `failed` was set: Reduction::kLastArriver
+  int free_slots = 0;                         // blocks that find room while the kernel before works; 0: all
+  std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
+  const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
+  int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
+  void* const* pool_k = nullptr;       // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
+  void* ones = nullptr;                // [max_k] in bf16: gamma where a part of x has no norm
   const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
@@ -49,12 +57,9 @@ struct StreamPlan {
 [[nodiscard]] DeviceLimits current_device();
 [[nodiscard]] std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs);
 
-// Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS with a share
-// of the card, or with EAGLEX_STREAM_REDUCTION=last, no block waits for another.
+// Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS, or with
+// EAGLEX_STREAM_REDUCTION=last, no block waits for another. Throws kConfig where either holds another name.
 [[nodiscard]] StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace);
-
-// Whether the streaming kernels take launches of this shape: bf16, K in multiples of 64, at most 64 rows.
-[[nodiscard]] bool streams(const Rows& rows, int k);
 
 // What `retile` needs to know of the three kinds of matrix.
 [[nodiscard]] TileOrder qkv_order(const DraftConfig& config);

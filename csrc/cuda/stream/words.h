@@ -1,0 +1,55 @@
+// How low-bit weights lie in the words of tiles, and how they become pairs of bf16: a few instructions each, because a
+// lane does it for every weight that it reads. Plain arithmetic, so that a test on any machine can check it.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/stream/config.h"
+
+namespace eaglex::stream {
+
+// FP8: a pair of e4m3 becomes a pair of bf16 by moving bits, of each byte the sign to bit 15 and the rest to bits 10..4
+// of its half. That is 2^-120 of the number, exact, subnormal numbers included. Two pairs share a word: the first lies
+// where it is needed, in 0x87F087F0; the second in the bits between, so that two shifts bring it there.
+struct Bytes {
+  std::uint32_t low, high;  // as they will stand in the halves of a pair
+};
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t fp8_word(Bytes first, Bytes second) {
+  std::uint32_t word = 0;
+  for (int half = 0; half < 2; ++half) {
+    const std::uint32_t a = half == 0 ? first.low : first.high;
+    const std::uint32_t b = half == 0 ? second.low : second.high;
+    const std::uint32_t own = (a & 0x80U) << 8 | (a & 0x7FU) << 4 | (b & 0x80U) << 4 | (b >> 4 & 7U) | (b & 8U);
+    const std::uint32_t others = (b & 7U) << 12;
+    word |= own << (16 * half) | others << (16 - 16 * half);
+  }
+  return word;
+}
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t fp8_first(std::uint32_t word) {
+  return word & 0x87F087F0U;
+}
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t fp8_second(std::uint32_t word) {
+  return ((word << 8 | word >> 24) & 0x07700770U) | (word << 4 & 0x80808080U);
+}
+
+// INT4: four pairs share a word, pair i in bits 4i..4i+3 of both halves. Below 0x4300, which is 128 in bf16, a number
+// plus 8 is 136 more than the number itself.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_lifted(std::uint32_t word, int pair) {
+  return (word >> (4 * pair) & 0x000F000FU) | 0x43004300U;
+}
+inline constexpr std::uint32_t kInt4Lift = 0x43084308U;  // a pair of 136
+
+// `low` and `high` hold eight neighbours in k each, the first in the lowest bits: of rows g and g + 8. Word `half` has
+// their numbers 4·half..4·half + 3 in the order of an operand of m16n8k16.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_word(std::uint32_t low, std::uint32_t high, int half) {
+  std::uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t row = i % 2 == 0 ? low : high;
+    const int k = 4 * half + i / 2 * 2;
+    word |= (row >> (4 * k) & 15U) << (4 * i) | (row >> (4 * k + 4) & 15U) << (4 * i + 16);
+  }
+  return word;
+}
+
+}  // namespace eaglex::stream
