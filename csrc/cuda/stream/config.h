@@ -168,7 +168,7 @@ struct SharedLayout {
   int sources = 0;   // [segments][tokens] pointers to rows of x
   int row_info = 0;  // [tokens] of the epilogue's own type
   int state = 0;     // the epilogue's own
-  int barriers = 0;  // landed, full and empty per stage, then one for row_info and the block's flag
+  int barriers = 0;  // landed, full and empty per stage, then row_info, the block's flag, sums of others
   int total = 0;
 };
 
@@ -197,7 +197,7 @@ struct SharedLayout {
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
-  at.total = at.barriers + 8 * (3 * stages + 2);
+  at.total = at.barriers + 8 * (3 * stages + 3);
   return at;
 }
 

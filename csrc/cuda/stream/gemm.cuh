@@ -131,6 +131,7 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
 
 // All that a block does before it waits for the kernels before is under way, and its barriers are there.
 __device__ __forceinline__ void begin_barrier() {
+  __syncwarp();
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 
@@ -168,6 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       mbar_init(ring.empty + 8 * stage, kConsumerWarps);
     }
     mbar_init(rows_ready, 1);
+    mbar_init(rows_ready + 16, 1);  // TileSums::add_staged
     mbar_init_fence();
     fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool idle = is_idle(shape.needed_late);
   if (warp == kConsumerWarps) {
     if (lane != 0) return;
-    if (idle) return land_ring(ring, last - first);
+    if (idle) return land_ring(ring, first_chunks(shape, last - first));
     return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
   if (idle) return;

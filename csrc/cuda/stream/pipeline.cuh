@@ -19,6 +19,8 @@ enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 // So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
 // front of the memory, and what a step needs beside its weights would wait behind them.
 inline constexpr int kInFlight = 2;
+// And so many are under way before the block waits for the kernels before; all, if its ring has no more.
+inline constexpr int kBeforeWait = kMaxStages;
 
 // One launch, without what its step adds.
 struct GemmShape {
@@ -27,6 +29,8 @@ struct GemmShape {
   const bf16* ones = nullptr;            // [k]: gamma of a segment without a norm
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
+  int before_wait = kBeforeWait;
+  int in_flight = kInFlight;
   int segments = 1;
   int tokens = 0;
   int first_row_tile = 0;
@@ -134,27 +138,32 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
   }
 }
 
-// The ring's first round. It must be under way before any thread of the block waits for the kernels before:
-// griddepcontrol.wait holds up the whole block, whichever warp calls it.
+// Chunks of the first round that come before the wait.
+__device__ __forceinline__ int first_chunks(const GemmShape& shape, int units) {
+  return min(min(shape.before_wait, shape.stages), units);
+}
+
+// They must be under way before any thread of the block waits for the kernels before: griddepcontrol.wait holds up the
+// whole block, whichever warp calls it.
 template <class Weights, int kTokenTiles, bool kNormed>
 __device__ __forceinline__ void fill_ring(const GemmShape& shape, const Ring& ring, int first, int last) {
   const std::uint64_t policy = evict_first_policy();
   Cursor cursor(shape, first);
-  for (int i = 0; i < min(ring.stages, last - first); ++i, cursor.next(shape))
+  for (int i = 0; i < first_chunks(shape, last - first); ++i, cursor.next(shape))
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, i, policy);
 }
 
-// All rounds after the first.
+// All chunks after those.
 template <class Weights, int kTokenTiles, bool kNormed>
 __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
-  constexpr int kUnderWay = kInFlight * kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
-  const int most = min(kUnderWay, ring.stages);
+  const int most = min(shape.in_flight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), ring.stages);
   const std::uint64_t policy = evict_first_policy();
-  RingPosition at(kProducer ^ 1);
+  int under_way = first_chunks(shape, last - first);
   RingPosition oldest(kConsumer);  // of those under way
-  int under_way = ring.stages;
-  Cursor cursor(shape, first + ring.stages);
-  for (int unit = first + ring.stages; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
+  RingPosition at(under_way == ring.stages ? kProducer ^ 1 : kProducer);
+  at.stage = under_way % ring.stages;
+  Cursor cursor(shape, first + under_way);
+  for (int unit = first + under_way; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
     mbar_wait(ring.empty + 8 * at.stage, at.phase);
     for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
@@ -165,7 +174,7 @@ __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ri
 // What fill_ring has begun, where nobody will consume it: a block must not end under its copies, since the shared
 // memory goes to another.
 __device__ __forceinline__ void land_ring(const Ring& ring, int count) {
-  for (int i = 0; i < min(ring.stages, count); ++i) mbar_wait(ring.landed + 8 * i, kConsumer);
+  for (int i = 0; i < count; ++i) mbar_wait(ring.landed + 8 * i, kConsumer);
 }
 
 // `sources` [segments][tokens]: where each token's row of x begins, per segment. A lane keeps the pointers to its rows
