@@ -66,6 +66,7 @@ enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
 // How the parts of a tile that several blocks computed are summed; both in a fixed order.
 enum class Reduction : std::uint8_t {
   kOwner,        // the block with the tile's head waits for the others: needs the whole grid resident
+  kOwnerByBulk,  // the same, and from 17 tokens on parts come by bulk copies, several at once
   kLastArriver,  // whoever is last sums up: never waits, a little slower
 };
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <string>
 #include <vector>
 
 #include "core/error.h"
@@ -15,13 +17,18 @@
 namespace eaglex::stream {
 namespace {
 
-// One of two names; anything else is a mistake that must not pass for the default.
-bool env_is(const char* name, const char* value, const char* other) {
-  const char* const set = std::getenv(name);
-  if (set == nullptr) return false;
-  const bool known = std::strcmp(set, value) == 0 || std::strcmp(set, other) == 0;
-  expect(known, ErrorCode::kConfig, name, concat(value, " or ", other), set);
-  return std::strcmp(set, value) == 0;
+// What a variable holds, as its place among the names; 0 where it is not set. Anything else is a mistake that must not
+// pass for the default.
+int choice_of(const char* variable, std::initializer_list<const char*> names) {
+  const char* const set = std::getenv(variable);
+  if (set == nullptr) return 0;
+  std::string expected;
+  int at = 0;
+  for (const char* const name : names) {
+    if (std::strcmp(set, name) == 0) return at;
+    expected += (at++ == 0 ? "" : " or ") + std::string(name);
+  }
+  fail(ErrorCode::kConfig, variable, ": expected ", expected, ", got ", set);
 }
 
 // Under MPS, with a share of the card or not, other processes' kernels may hold the slots that a waiting block needs.
@@ -89,9 +96,10 @@ StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void*
   constexpr std::uint16_t kOne = 0x3F80;  // in bf16
   const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
   check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");
-  plan.pdl = !env_is("EAGLEX_PDL", "0", "1");
-  const bool last = env_is("EAGLEX_STREAM_REDUCTION", "last", "owner") || under_mps();
-  plan.reduction = last ? Reduction::kLastArriver : Reduction::kOwner;
+  plan.pdl = choice_of("EAGLEX_PDL", {"1", "0"}) == 0;
+  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
+  plan.reduction = kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];
+  if (under_mps()) plan.reduction = Reduction::kLastArriver;
   return plan;
 }
 

@@ -59,7 +59,8 @@ class TileSums {
         shared_(shared),
         at_(at),
         per_tile_(shape.segments * shape.chunks_per_segment),
-        waits_(shape.reduction == Reduction::kOwner && (shape.never_wait == nullptr || is_idle(shape.never_wait))) {
+        waits_(shape.reduction != Reduction::kLastArriver &&
+               (shape.never_wait == nullptr || is_idle(shape.never_wait))) {
     role_.lane = threadIdx.x % 32;
     role_.warp = threadIdx.x / 32;
     role_.strip = role_.warp / G::kHalves;
@@ -185,7 +186,8 @@ class TileSums {
       }
     }
     if (whole && shape_.segments == 1 && !kNormed) return true;
-    if (kStaged && !whole && in_registers >= 0 && staged_room() > 0) {
+    const bool by_bulk = kStaged && shape_.reduction == Reduction::kOwnerByBulk && staged_room() > 0;
+    if (by_bulk && !whole && in_registers >= 0) {
       add_staged(tile, first, last, in_registers, acc);
     } else {
       add_parts(tile, first, last, in_registers, acc);
@@ -321,11 +323,12 @@ class TileSums {
   }
 
   __device__ __forceinline__ void scale(int segment, int lane, float (&acc)[kTokenTiles][4]) const {
-    if constexpr (!kNormed) return;
+    if constexpr (kNormed) {
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      const float2 norm = norm_of(segment, t, lane);
-      acc[t][0] *= norm.x, acc[t][1] *= norm.y, acc[t][2] *= norm.x, acc[t][3] *= norm.y;
+      for (int t = 0; t < kTokenTiles; ++t) {
+        const float2 norm = norm_of(segment, t, lane);
+        acc[t][0] *= norm.x, acc[t][1] *= norm.y, acc[t][2] *= norm.x, acc[t][3] *= norm.y;
+      }
     }
   }
 
