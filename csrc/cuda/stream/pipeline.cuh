@@ -156,7 +156,8 @@ __device__ __forceinline__ void fill_ring(const GemmShape& shape, const Ring& ri
 // All chunks after those.
 template <class Weights, int kTokenTiles, bool kNormed>
 __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
-  const int most = min(shape.in_flight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), ring.stages);
+  constexpr int kInChunk = kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
+  const int most = min(shape.in_flight * kInChunk, ring.stages);
   const std::uint64_t policy = evict_first_policy();
   int under_way = first_chunks(shape, last - first);
   RingPosition oldest(kConsumer);  // of those under way

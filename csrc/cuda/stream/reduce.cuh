@@ -41,8 +41,9 @@ class TileSums {
   static constexpr int kSlot = kTokenTiles * kLaneSums + kTokenTiles * 2;
   static constexpr int kEarlyParts = kTokenTiles == 1 ? 2 : 0;  // more tokens leave no registers for them
 
-  static constexpr bool kStaged = kTokenTiles >= 4;  // parts of 16 or 32 KB
-  static constexpr int kPartBytes = kTokenTiles * kLaneSums * static_cast<int>(sizeof(float4));
+  static constexpr int kPartBytes =
+      kTokenTiles * kLaneSums * static_cast<int>(sizeof(float4));  // a slot without squares
+  static constexpr bool kStaged = kTokenTiles >= 4;
 
   // Parts of others for the block's last tile, read before its own is computed.
   struct Early {
@@ -186,8 +187,8 @@ class TileSums {
       }
     }
     if (whole && shape_.segments == 1 && !kNormed) return true;
-    const bool by_bulk = kStaged && shape_.reduction == Reduction::kOwnerByBulk && staged_room() > 0;
-    if (by_bulk && !whole && in_registers >= 0) {
+    if (kStaged && shape_.reduction == Reduction::kOwnerByBulk && !whole && in_registers >= 0 &&
+        at_.gamma >= kPartBytes) {
       add_staged(tile, first, last, in_registers, acc);
     } else {
       add_parts(tile, first, last, in_registers, acc);
@@ -332,16 +333,11 @@ class TileSums {
     }
   }
 
-  // How many parts the ring has room for.
-  __device__ __forceinline__ int staged_room() const {
-    return ring_.stages * (G::kStageBytes + ring_.x_bytes) / kPartBytes;
-  }
-
   // add_parts of the owner, where parts are large: several come at once by bulk copies into the ring, which is free by
   // then, instead of one after the other through registers. The same sums in the same order.
   __device__ __forceinline__ void add_staged(int tile, int first, int last, int in_registers,
                                              float (&acc)[kTokenTiles][4]) {
-    const int room = staged_room();
+    const int room = at_.gamma / kPartBytes;  // weights and activations lie in front of it
     const std::uint32_t bar = ring_.empty + 8 * ring_.stages + 16;
     // Segments in the order of summing: the one in registers first.
     const auto segment_at = [&](int i) { return i == 0 ? in_registers : i <= in_registers ? i - 1 : i; };
