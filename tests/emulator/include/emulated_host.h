@@ -10,6 +10,7 @@
 
 enum cudaError_t {
   cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719
@@ -19,6 +20,10 @@ enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureSta
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
+inline constexpr unsigned cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2, cudaIpcMemLazyEnablePeerAccess = 1;
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
 
 namespace emulator {
 
@@ -60,6 +65,13 @@ cudaError_t cudaFree(void* block);
 cudaError_t cudaMemset(void* block, int value, std::size_t bytes);
 cudaError_t cudaHostAlloc(void** block, std::size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* block);
+// Memory of the host is the device's as it is; memory of 2 MiB and more can be opened by other processes.
+cudaError_t cudaHostRegister(void* block, std::size_t bytes, unsigned flags);
+cudaError_t cudaHostUnregister(void* block);
+cudaError_t cudaHostGetDevicePointer(void** device, void* block, unsigned flags);
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* block);
+cudaError_t cudaIpcOpenMemHandle(void** block, cudaIpcMemHandle_t handle, unsigned flags);
+cudaError_t cudaIpcCloseMemHandle(void* block);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
