@@ -3,8 +3,8 @@
 //   bench_bridge [rounds]     needs two GPUs; with one, both processes share it
 //
 // A round is push, receive on the other side, push back, receive: half of it is one way, launches included, as in the
-// cycle. Every message is checked. Prints one JSON row per transport and size; times are of the receiving side's
-// %globaltimer between the ends of two rounds.
+// cycle. 200 rounds before are checked. Prints one JSON row per transport and size; times are of rank 0's %globaltimer
+// between the ends of two rounds. push_us is what a push costs the stream that it is on, receivers being elsewhere.
 #include <cuda_runtime.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -32,6 +32,8 @@ namespace {
 constexpr int kReplays = 20;
 constexpr int kSlots = 130;
 constexpr std::uint64_t kDeadlineNs = 2'000'000'000;
+constexpr std::size_t kAcks = 4096;  // in front of each inbox
+constexpr int kPushes = kInboxDepth - 1;
 
 void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) fail(ErrorCode::kDevice, what, ": ", cudaGetErrorString(status));
@@ -64,27 +66,27 @@ struct Case {
   int nodes;  // N - 1
 };
 
-__global__ void stamp_kernel(std::uint64_t* to, const std::uint64_t* epoch) {
-  to[(*epoch - 1) % 4096] = now_ns();
+__global__ void stamp_kernel(std::uint64_t* to, const PushState* state) {
+  to[(state->epoch - 1) % 4096] = now_ns();
 }
 
 // Draft of the next round, so that each message differs: token = round * 8 + slot + node.
-__global__ void draft_kernel(DraftResults results, LaneList lanes, int nodes, const std::uint64_t* epoch) {
+__global__ void draft_kernel(DraftResults results, LaneList lanes, int nodes, const PushState* state) {
   const std::int64_t slot = lanes.slots[threadIdx.x];
   for (int i = 0; i < nodes; ++i) {
-    results.draft_tokens[slot * nodes + i] = static_cast<std::int64_t>(*epoch % 1000) * 8 + slot + i;
+    results.draft_tokens[slot * nodes + i] = static_cast<std::int64_t>(state->epoch % 1000) * 8 + slot + i;
     results.parents[slot * nodes + i] = i;
   }
   results.num_nodes[slot] = nodes;
-  results.drafted_for[slot] = lanes.new_lens[threadIdx.x];
+  results.drafted_for[slot] = lanes.new_len(static_cast<std::int32_t>(threadIdx.x));
 }
 
-__global__ void check_kernel(DraftResults results, LaneList lanes, int nodes, const std::uint64_t* epoch, int* wrong) {
+__global__ void check_kernel(DraftResults results, LaneList lanes, int nodes, const PushState* state, int* wrong) {
   const std::int64_t slot = lanes.slots[threadIdx.x];
-  bool good = results.num_nodes[slot] == nodes && results.drafted_for[slot] == lanes.new_lens[threadIdx.x];
+  bool good = results.num_nodes[slot] == nodes && results.drafted_for[slot] == lanes.new_len(static_cast<std::int32_t>(threadIdx.x));
   for (int i = 0; i < nodes; ++i) {
     good =
-        good && results.draft_tokens[slot * nodes + i] == static_cast<std::int64_t>((*epoch - 1) % 1000) * 8 + slot + i;
+        good && results.draft_tokens[slot * nodes + i] == static_cast<std::int64_t>((state->epoch - 1) % 1000) * 8 + slot + i;
   }
   if (!good) atomicAdd(wrong, 1);
 }
@@ -100,7 +102,6 @@ struct Side {
     std::vector<std::int64_t> slots, lens;
     for (int i = 0; i < which.lanes; ++i) slots.push_back(i + 1), lens.push_back(100 + i);
     lanes_ = {which.lanes, device(slots), device(lens)};
-    verdict_ = device(std::vector<Verdict>{Verdict::kDraft});
     results_.draft_tokens = device<std::int64_t>(static_cast<std::size_t>(kSlots * which.nodes));
     results_.parents = device<std::int32_t>(static_cast<std::size_t>(kSlots * which.nodes));
     results_.num_nodes = device<std::int32_t>(kSlots);
@@ -109,27 +110,25 @@ struct Side {
     wrong_ = device<int>(1);
     check(cudaHostAlloc(&status_, sizeof(PushStatus), cudaHostAllocMapped), "status");
     *status_ = {};
-    const MessageShape shape = {which.lanes, which.nodes};
-    out_.shape = in_.shape = shape;
-    out_.epochs = device<std::uint64_t>(1);
-    in_.epochs = device<std::uint64_t>(1);
-    out_.staging = device<std::byte>(shape.max_bytes() + 16);
-    in_.staging = device<std::byte>(shape.max_bytes() + 16);
-    out_.inboxes = device(std::vector<Packet*>{theirs_});
+    for (PushChannel* const channel : {&out_, &in_}) {
+      channel->shape = {which.lanes, which.nodes};
+      channel->state = device<PushState>(1);
+      channel->staging = device<std::byte>(channel->shape.max_bytes() + 16);
+      channel->status = status_;
+      channel->deadline_ns = kDeadlineNs;
+    }
     out_.num_receivers = 1;
-    in_.inbox = own_;
-    in_.status = out_.status = status_;
-    in_.deadline_ns = kDeadlineNs;
+    out_.inboxes[0] = reinterpret_cast<Packet*>(theirs_ + kAcks);
+    out_.acks = reinterpret_cast<const std::uint64_t*>(own_);
+    in_.inbox = reinterpret_cast<const Packet*>(own_ + kAcks);
+    in_.ack = reinterpret_cast<std::uint64_t*>(theirs_);
   }
 
   // Half a round in ns, one per round of all replays.
   std::vector<double> run() {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
-    for (int i = 0; i < rounds_; ++i) round(false);
-    check(cudaStreamEndCapture(stream_, &graph), "capture");
-    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    cudaGraphExec_t const exec = captured([this] {
+      for (int i = 0; i < rounds_; ++i) round(false);
+    });
     // Rounds whose content is checked, and which load every kernel before two devices wait for each other.
     meet();
     for (int i = 0; i < 200; ++i) round(true);
@@ -141,6 +140,7 @@ struct Side {
       check(cudaStreamSynchronize(stream_), "replay");
       collect(found);
     }
+    time_pushes();
     int wrong = 0;
     check(cudaMemcpy(&wrong, wrong_, sizeof wrong, cudaMemcpyDeviceToHost), "copy");
     if (wrong != 0 || status_->code != PushCode::kFine) {
@@ -150,26 +150,63 @@ struct Side {
     return found;
   }
 
+  [[nodiscard]] double push_us() const { return push_us_; }
+
  private:
+  cudaGraphExec_t captured(const std::function<void()>& body) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
+    body();
+    check(cudaStreamEndCapture(stream_, &graph), "capture");
+    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    return exec;
+  }
+
+  // As many pushes as an inbox takes, then as many receives: rank 0's stream alone, between two events.
+  void time_pushes() {
+    cudaEvent_t begin = nullptr, end = nullptr;
+    check(cudaEventCreate(&begin), "event");
+    check(cudaEventCreate(&end), "event");
+    cudaGraphExec_t const exec = captured([this] {
+      for (int i = 0; i < kPushes; ++i) rank_ == 0 ? push(false) : receive(false);
+    });
+    std::vector<float> found;
+    for (int i = 0; i < 40; ++i) {
+      meet();
+      if (rank_ == 1) meet();
+      check(cudaEventRecord(begin, stream_), "event");
+      check(cudaGraphLaunch(exec, stream_), "launch");
+      check(cudaEventRecord(end, stream_), "event");
+      check(cudaStreamSynchronize(stream_), "pushes");
+      if (rank_ == 0) meet();
+      float ms = 0;
+      check(cudaEventElapsedTime(&ms, begin, end), "event");
+      found.push_back(ms * 1e3F / kPushes);
+    }
+    std::sort(found.begin(), found.end());
+    push_us_ = found[found.size() / 2];
+  }
+
   void connect(std::byte* mailbox) {
-    const std::size_t bytes = inbox_bytes({case_.lanes, case_.nodes});
+    const std::size_t bytes = kAcks + inbox_bytes({case_.lanes, case_.nodes});
     if (std::strcmp(case_.transport, "mailbox") == 0) {
       if (rank_ == 0) std::memset(mailbox, 0, 2 * bytes);
       void* mapped = nullptr;
       check(cudaHostRegister(mailbox, 1 << 20, cudaHostRegisterMapped | cudaHostRegisterPortable), "register");
       check(cudaHostGetDevicePointer(&mapped, mailbox, 0), "register");
-      own_ = static_cast<Packet*>(mapped) + static_cast<std::size_t>(rank_) * bytes / sizeof(Packet);
-      theirs_ = static_cast<Packet*>(mapped) + static_cast<std::size_t>(1 - rank_) * bytes / sizeof(Packet);
+      own_ = static_cast<std::byte*>(mapped) + static_cast<std::size_t>(rank_) * bytes;
+      theirs_ = static_cast<std::byte*>(mapped) + static_cast<std::size_t>(1 - rank_) * bytes;
       meet();
       return;
     }
-    own_ = reinterpret_cast<Packet*>(device<std::byte>(bytes));
+    own_ = device<std::byte>(std::size_t{2} << 20);  // an exported block takes what shares it along
     check(cudaDeviceSynchronize(), "memory");
     check(cudaIpcGetMemHandle(&shared_.handles[rank_], own_), "handle");
     meet();
     void* opened = nullptr;
     check(cudaIpcOpenMemHandle(&opened, shared_.handles[1 - rank_], cudaIpcMemLazyEnablePeerAccess), "open handle");
-    theirs_ = static_cast<Packet*>(opened);
+    theirs_ = static_cast<std::byte*>(opened);
     meet();
   }
 
@@ -177,22 +214,22 @@ struct Side {
     if (rank_ == 0) push(checked);
     receive(checked);
     if (rank_ == 1) push(checked);
-    if (!checked) stamp_kernel<<<1, 1, 0, stream_>>>(stamps_, in_.epochs);
+    if (!checked) stamp_kernel<<<1, 1, 0, stream_>>>(stamps_, in_.state);
   }
   void push(bool checked) {
-    if (checked) draft_kernel<<<1, case_.lanes, 0, stream_>>>(results_, lanes_, case_.nodes, out_.epochs);
+    if (checked) draft_kernel<<<1, case_.lanes, 0, stream_>>>(results_, lanes_, case_.nodes, out_.state);
     const TreeSource source = {results_, kSlots, case_.nodes, 1 << 20, case_.nodes};
-    launch_push(out_, source, {lanes_, verdict_}, stream_);
+    launch_push(out_, source, lanes_, Verdict::kDraft, stream_);
   }
   void receive(bool checked) {
-    launch_receive(in_, results_, kSlots, {lanes_, verdict_}, stream_);
-    if (checked) check_kernel<<<1, case_.lanes, 0, stream_>>>(results_, lanes_, case_.nodes, in_.epochs, wrong_);
+    launch_receive(in_, results_, kSlots, lanes_, stream_);
+    if (checked) check_kernel<<<1, case_.lanes, 0, stream_>>>(results_, lanes_, case_.nodes, in_.state, wrong_);
   }
   // The differences between the stamps of this replay's rounds but the first ones, which wait for the other side.
   void collect(std::vector<double>& found) {
     std::uint64_t last = 0;
     std::vector<std::uint64_t> stamps(4096);
-    check(cudaMemcpy(&last, in_.epochs, sizeof last, cudaMemcpyDeviceToHost), "copy");
+    check(cudaMemcpy(&last, &in_.state->epoch, sizeof last, cudaMemcpyDeviceToHost), "copy");
     check(cudaMemcpy(stamps.data(), stamps_, 4096 * sizeof last, cudaMemcpyDeviceToHost), "copy");
     for (std::uint64_t epoch = last - static_cast<std::uint64_t>(rounds_) + 10; epoch < last; ++epoch) {
       found.push_back(static_cast<double>(stamps[epoch % 4096] - stamps[(epoch - 1) % 4096]) / 2);
@@ -211,15 +248,15 @@ struct Side {
   int rounds_;
   Shared& shared_;
   cudaStream_t stream_ = nullptr;
-  Packet* own_ = nullptr;
-  Packet* theirs_ = nullptr;
+  std::byte* own_ = nullptr;
+  std::byte* theirs_ = nullptr;
   LaneList lanes_;
-  Verdict* verdict_ = nullptr;
   DraftResults results_;
   std::uint64_t* stamps_ = nullptr;
   int* wrong_ = nullptr;
   PushStatus* status_ = nullptr;
   PushChannel out_, in_;
+  double push_us_ = 0;
 };
 
 int run(int rank, const Case& which, int rounds, Shared& shared, std::byte* mailbox) {
@@ -233,9 +270,9 @@ int run(int rank, const Case& which, int rounds, Shared& shared, std::byte* mail
     const MessageShape shape = {which.lanes, which.nodes};
     std::printf(
         "{\"transport\": \"%s\", \"placement\": \"rank0\", \"ranks\": 2, \"gpus\": %d, \"bytes\": %zu, "
-        "\"us\": %.2f, \"p99_us\": %.2f}\n",
+        "\"one_way_us\": %.2f, \"one_way_p99_us\": %.2f, \"push_us\": %.2f}\n",
         which.transport, std::min(devices, 2), shape.bytes(static_cast<std::uint32_t>(which.lanes)),
-        ns[ns.size() / 2] / 1e3, ns[ns.size() * 99 / 100] / 1e3);
+        ns[ns.size() / 2] / 1e3, ns[ns.size() * 99 / 100] / 1e3, side.push_us());
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s on rank %d: %s\n", which.transport, rank, error.what());

@@ -40,6 +40,7 @@ class Parser:
 TREE_TOKENS = 16
 WARM_UP_PROMPT, WARM_UP_TOKENS = 16, 8
 STDIN_SECONDS = 0.2
+TRANSPORTS = ("shm", "p2p", "mailbox", "nccl")  # eaglex.bridge_transport's; that imports torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with torchrun: where the draft runs, on rank 0 or in a process of its own (default rank0)",
     )  # fmt: skip
     add(
+        "--transport", choices=TRANSPORTS,
+        help="with torchrun: how drafts travel between ranks (default: shm on CPUs; on GPUs p2p, mailbox or nccl, the "
+        "first that a probe finds to work)",
+    )  # fmt: skip
+    add(
         "--drafter-deadline", type=float, default=1.0, metavar="S",
         help="seconds that a dedicated drafter has for a draft; later ones are not waited for (default 1)",
     )  # fmt: skip
@@ -124,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eaglex.bridge import BridgeOptions
     from eaglex.hosts import team as teams
 
-    options = BridgeOptions(deadline=arguments.deadline)
+    options = BridgeOptions(deadline=arguments.deadline, transport=arguments.transport)
     if teams.num_ranks() == 1 and arguments.placement == "rank0":
         return _run(arguments, None)
     with teams.Team(options) as team:

@@ -135,6 +135,8 @@ class Team:
         words = torch.zeros(1 + 2 * 64, dtype=torch.int64)
         if self.drafts:
             chosen = choose()
+            if self.bridge is not None:  # what a rank that has split helped to compute must not get out
+                self.bridge.check()
             count = len(chosen.nodes)
             words[0] = count
             words[1 : 1 + count] = torch.tensor(chosen.nodes)
