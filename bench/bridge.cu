@@ -284,29 +284,32 @@ int run(int rank, const Case& which, int rounds, Shared& shared, std::byte* mail
 
 int main(int count, char** arguments) {
   const int rounds = count > 1 ? std::atoi(arguments[1]) : 500;
-  int failures = 0;
   // 16 + lanes * (16 + 8 nodes): 72, 464, 1168 and 4112 bytes.
+  std::vector<Case> cases;
   for (const char* transport : {"p2p", "mailbox"}) {
-    for (const auto& [lanes, nodes] : {std::pair{1, 5}, std::pair{8, 5}, std::pair{8, 16}, std::pair{64, 6}}) {
-      // Before any use of CUDA, which does not survive a fork.
-      Segment memory = Segment::create(2 << 20, "bench-bridge");
-      auto& shared = *reinterpret_cast<Shared*>(memory.data());
-      std::byte* const mailbox = memory.data() + (1 << 20);
-      pid_t children[2];
-      for (int rank = 0; rank < 2; ++rank) {
-        children[rank] = fork();
-        if (children[rank] == 0) {
-          const int code = run(rank, {transport, lanes, nodes}, rounds, shared, mailbox);
-          std::fflush(stdout);
-          _exit(code);
-        }
-      }
-      for (const pid_t child : children) {
-        int status = 0;
-        waitpid(child, &status, 0);
-        failures += status == 0 ? 0 : 1;
-      }
+    for (const auto& [lanes, nodes] : {std::pair{1, 5}, std::pair{8, 5}, std::pair{8, 16}, std::pair{64, 6}})
+      cases.push_back({transport, lanes, nodes});
+  }
+  // Before any use of CUDA, which does not survive a fork.
+  std::vector<Segment> memory;
+  for (std::size_t i = 0; i < cases.size(); ++i) memory.push_back(Segment::create(2 << 20, "bench-bridge"));
+  pid_t children[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    children[rank] = fork();
+    if (children[rank] != 0) continue;
+    int code = 0;
+    for (std::size_t i = 0; i < cases.size() && code == 0; ++i) {
+      std::byte* const shared = memory[i].data();
+      code = run(rank, cases[i], rounds, *reinterpret_cast<Shared*>(shared), shared + (1 << 20));
+      std::fflush(stdout);
     }
+    _exit(code);
+  }
+  int failures = 0;
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    failures += status == 0 ? 0 : 1;
   }
   return failures == 0 ? 0 : 1;
 }

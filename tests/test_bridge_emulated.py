@@ -28,6 +28,7 @@ def test_every_message_arrives_whole(transport, tmp_path, module):
     plan = Plan(device="emulated", transport=transport, cycles=60, most_stall=0.002)
     with opened(3, plan, tmp_path, module) as world:
         found = world.all("done")
+        assert world.ended() == [0, 0, 0]
     assert [one["wrong"] for one in found] == [0, 0, 0]
     assert [one["transport"] for one in found] == [transport] * 3
     sent = 60 + 20  # the probe's

@@ -64,6 +64,9 @@ DeviceBridge::DeviceBridge(Group& group, const BridgeSetup& setup) : group_(grou
   const MessageShape shape = group.terms().shape();
   state_ = device_memory(sizeof(PushState));
   staging_ = device_memory(packets_of(shape.max_bytes()) * 8);
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  stream_.reset(stream);
   void* status = nullptr;
   check_cuda(cudaHostAlloc(&status, sizeof(PushStatus), cudaHostAllocPortable | cudaHostAllocMapped), "status");
   status_ = new (status) PushStatus;
@@ -81,6 +84,7 @@ DeviceBridge::~DeviceBridge() {
   const OnDevice here(setup_.device);
   state_.reset();  // waits for the device
   staging_.reset();
+  stream_.reset();
   static_cast<void>(cudaFreeHost(status_));
 }
 
@@ -145,9 +149,13 @@ void DeviceBridge::end_by(PushCode code) {
 }
 
 Counters DeviceBridge::counters() const {
+  const OnDevice here(setup_.device);
+  PushState state{};
+  check_cuda(cudaMemcpyAsync(&state, state_.get(), sizeof state, cudaMemcpyDeviceToHost, stream_.get()), "counters");
+  check_cuda(cudaStreamSynchronize(stream_.get()), "counters");
   Counters found;
-  (group_.rank() == 0 ? found.pushed : found.received) = static_cast<std::int64_t>(read_now(status_->done));
-  found.drafts = static_cast<std::int64_t>(read_now(status_->drafts));
+  (group_.rank() == 0 ? found.pushed : found.received) = static_cast<std::int64_t>(state.epoch);
+  found.drafts = static_cast<std::int64_t>(state.drafts);
   return found;
 }
 

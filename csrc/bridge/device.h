@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 
 #include "bridge/push.h"
 #include "bridge/transport.h"
@@ -35,6 +36,10 @@ class OnDevice {
 struct FreeDevice {
   void operator()(void* block) const { static_cast<void>(cudaFree(block)); }
 };
+struct DestroyStream {
+  void operator()(cudaStream_t stream) const { static_cast<void>(cudaStreamDestroy(stream)); }
+};
+using OwnStream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, DestroyStream>;
 using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 // Zeroed when this returns.
 [[nodiscard]] DeviceMemory device_memory(std::size_t bytes);
@@ -50,6 +55,7 @@ class DeviceBridge : public Bridge {
   std::optional<Verdict> receive(const LaneList& lanes, const DraftResults& results, Stream stream) final;
   void check() final;
   void set_deadline(Clock::duration deadline) final;
+  // Of messages that the device has finished; waits for a copy, not for other streams.
   [[nodiscard]] Counters counters() const final;
 
  protected:
@@ -82,6 +88,7 @@ class DeviceBridge : public Bridge {
   std::atomic<Clock::duration> deadline_;
   PushStatus* status_ = nullptr;
   DeviceMemory state_, staging_;
+  OwnStream stream_;
   PushChannel channel_;
   bool connected_ = false;
 

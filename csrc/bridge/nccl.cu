@@ -151,6 +151,7 @@ class NcclBridge final : public DeviceBridge {
     const MessageShape shape = channel().shape;
     cudaStream_t stream = nullptr;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+    const OwnStream owner(stream);
     const Time deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                              std::chrono::duration<double>(seconds()));
     for (const std::size_t bytes : {shape.bytes(1), shape.max_bytes()}) broadcast(bytes, stream);
@@ -163,7 +164,6 @@ class NcclBridge final : public DeviceBridge {
       std::this_thread::sleep_for(kPoll);
     }
     check_cuda(state, "nccl: a first broadcast");
-    check_cuda(cudaStreamDestroy(stream), "stream");
   }
 
   // What this side has begun may end in its own time, which is short where the group is well.

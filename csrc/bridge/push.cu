@@ -1,10 +1,12 @@
 // push: message = pack(results), written as packets into every receiver's inbox, straight from the results.
 // receive: polls this rank's inbox until all packets have this epoch's flag, checks the message and unpacks it.
 // Called by the bridge behind the draft and in front of `tree`. Bytes: twice the message, to each receiver.
-// One block: thread per lane for the tree's check, which goes in order, then thread per packet.
+// One block; thread per packet. Loads of one message depend on each other once, on the slot: latency is all there is.
 #include "bridge/push.h"
 
 #include <cuda_runtime.h>
+
+#include <algorithm>
 
 #include "bridge/packet.cuh"
 #include "core/error.h"
@@ -13,6 +15,9 @@ namespace eaglex::bridge {
 namespace {
 
 constexpr unsigned kThreads = 512;
+constexpr int kTileNodes = 1024;  // so many nodes, and lanes, are worked on at a time
+constexpr int kTileLanes = 512;
+static_assert(kTileNodes >= kMaxDraftTokens);
 // So many packets are polled for from the beginning; the rest, by all threads, once those are there: a receiver may wait
 // for as long as a draft takes, and must not fill the bus meanwhile.
 constexpr unsigned kFirst = 64;
@@ -29,6 +34,13 @@ __device__ std::uint32_t flag_of(std::uint64_t epoch) {
 }
 __device__ std::size_t slot_at(const MessageShape& shape, std::uint64_t epoch) {
   return epoch % kInboxDepth * packets_of(shape.max_bytes());
+}
+
+__device__ int thread() {
+  return static_cast<int>(threadIdx.x);
+}
+__device__ int threads() {
+  return static_cast<int>(blockDim.x);
 }
 
 template <typename T>
@@ -83,7 +95,7 @@ __device__ bool in_range(std::int64_t slot, int num_slots) {
 }
 
 __device__ void no_drafts(const DraftResults& results, int num_slots, const LaneList& lanes) {
-  for (auto lane = static_cast<std::int32_t>(threadIdx.x); lane < lanes.count; lane += kThreads) {
+  for (int lane = thread(); lane < lanes.count; lane += threads()) {
     const std::int64_t slot = lanes.slots[lane];
     if (!in_range(slot, num_slots)) continue;
     results.num_nodes[slot] = 0;
@@ -112,7 +124,7 @@ __device__ std::uint64_t word_of(std::int32_t low, std::int32_t high) {
   return static_cast<std::uint32_t>(low) | static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32;
 }
 
-// Whether every receiver has let go of what lies where this message goes. An acknowledgement that was seen is not read
+// Whether this receiver has let go of what lies where this message goes. An acknowledgement that was seen is not read
 // again: it may lie behind a bus.
 __device__ bool has_room(const PushChannel& channel, std::uint64_t epoch, int receiver) {
   std::uint64_t& acked = channel.state->acked[receiver];
@@ -123,15 +135,85 @@ __device__ bool has_room(const PushChannel& channel, std::uint64_t epoch, int re
   });
 }
 
+// The drafts of some lanes as they will be sent, by lane and node: token and parent, -1 where one of them is out of range.
+struct Tile {
+  std::uint64_t words[kTileNodes];
+  std::int32_t counts[kTileLanes];
+  std::int32_t bad[kTileLanes];
+
+  [[nodiscard]] __device__ std::int32_t parent(int at) const { return static_cast<std::int32_t>(words[at] >> 32); }
+
+  __device__ void load(const TreeSource& source, const LaneList& lanes, int first, int here, Verdict verdict) {
+    const int nodes = source.num_drafted;
+    for (int i = thread(); i < here * nodes; i += threads()) {
+      const std::int64_t slot = lanes.slots[first + i / nodes];
+      std::int64_t token = -1;
+      std::int32_t up = -1;
+      if (in_range(slot, source.num_slots)) {
+        token = source.results.draft_tokens[slot * nodes + i % nodes];
+        up = source.results.parents[slot * nodes + i % nodes];
+      }
+      const bool good = token >= 0 && token < source.vocab_size && up >= 0 && up <= i % nodes;
+      words[i] = word_of(static_cast<std::int32_t>(token), good ? up : -1);
+    }
+    for (int lane = thread(); lane < here; lane += threads()) {
+      const std::int64_t slot = lanes.slots[first + lane];
+      const std::int64_t new_len = lanes.new_len(first + lane);
+      int count = 0;
+      if (verdict == Verdict::kDraft && in_range(slot, source.num_slots) && new_len >= 0) {
+        const int found = source.results.num_nodes[slot];
+        if (source.results.drafted_for[slot] == new_len && found >= 0 && found <= nodes) count = found;
+      }
+      counts[lane] = count;
+      bad[lane] = 0;
+    }
+  }
+  // As core's usable_nodes judges one lane in order: here each node walks up by itself.
+  __device__ void judge(int here, int nodes, int num_steps) {
+    for (int i = thread(); i < here * nodes; i += threads()) {
+      const int lane = i / nodes;
+      if (i % nodes >= counts[lane]) continue;
+      std::int32_t up = parent(i);
+      int depth = 1;
+      for (; up > 0 && depth <= num_steps; ++depth) up = parent(lane * nodes + up - 1);
+      if (up != 0 || depth > num_steps) bad[lane] = 1;
+    }
+  }
+  __device__ void send(const Sender& sender, const TreeSource& source, const LaneList& lanes, int first, int here) const {
+    const int nodes = source.num_drafted;
+    for (int lane = thread(); lane < here; lane += threads()) {
+      const std::int64_t slot = lanes.slots[first + lane];
+      const std::int64_t new_len = lanes.new_len(first + lane);
+      const int count = bad[lane] != 0 ? 0 : counts[lane];
+      const auto at = 2 + 2 * static_cast<std::size_t>(first + lane);
+      sender.put(at, static_cast<std::uint64_t>(new_len));
+      sender.put(at + 1, word_of(static_cast<std::int32_t>(slot), count));
+      // Rank 0 itself must verify what it has sent and nothing else.
+      if (in_range(slot, source.num_slots)) {
+        source.results.num_nodes[slot] = count;
+        source.results.drafted_for[slot] = new_len;
+      }
+    }
+    const std::size_t at = 2 + 2 * static_cast<std::size_t>(lanes.count) + static_cast<std::size_t>(first) * nodes;
+    for (int i = thread(); i < here * nodes; i += threads()) {
+      const int lane = i / nodes;
+      sender.put(at + i, bad[lane] == 0 && i % nodes < counts[lane] ? words[i] : 0);
+    }
+  }
+};
+
 __global__ void __launch_bounds__(kThreads)
     push_kernel(const __grid_constant__ PushChannel channel, const __grid_constant__ TreeSource source,
                 const __grid_constant__ LaneList lanes, Verdict verdict) {
-  __shared__ int counts[kThreads];
+  __shared__ Tile tile;
+  const int nodes = source.num_drafted;
+  const int tile_lanes = nodes > 0 ? min(kTileLanes, kTileNodes / nodes) : kTileLanes;
   const std::uint64_t epoch = channel.state->epoch + 1;
   const bool failed = channel.state->failed != 0;
+  tile.load(source, lanes, 0, min(lanes.count, tile_lanes), verdict);
   int late = 0;
-  if (!failed && channel.acks != nullptr && threadIdx.x < static_cast<unsigned>(channel.num_receivers)) {
-    late = has_room(channel, epoch, static_cast<int>(threadIdx.x)) ? 0 : 1;
+  if (!failed && channel.acks != nullptr && thread() < channel.num_receivers) {
+    late = has_room(channel, epoch, thread()) ? 0 : 1;
   }
   if (__syncthreads_or(late) != 0 || failed) {
     if (threadIdx.x == 0 && !failed) {
@@ -143,45 +225,25 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const Sender sender = {channel, slot_at(channel.shape, epoch), flag_of(epoch)};
-  const int nodes = source.num_drafted;
-  const std::size_t nodes_at = 2 + 2 * static_cast<std::size_t>(lanes.count);
   if (threadIdx.x == 0) {
     sender.put(0, epoch);
     sender.put(1, word_of(static_cast<std::int32_t>(verdict), lanes.count));
   }
-  for (std::int32_t first = 0; first < lanes.count; first += kThreads) {
-    const auto lane = first + static_cast<std::int32_t>(threadIdx.x);
-    if (lane < lanes.count) {
-      const std::int64_t slot = lanes.slots[lane];
-      const std::int64_t new_len = lanes.new_len(lane);
-      const int count = verdict == Verdict::kDraft ? usable_nodes(source, slot, new_len, nodes) : 0;
-      counts[threadIdx.x] = count;
-      sender.put(2 + 2 * static_cast<std::size_t>(lane), static_cast<std::uint64_t>(new_len));
-      sender.put(3 + 2 * static_cast<std::size_t>(lane), word_of(static_cast<std::int32_t>(slot), count));
-      // Rank 0 itself must verify what it has sent and nothing else.
-      if (in_range(slot, source.num_slots)) {
-        source.results.num_nodes[slot] = count;
-        source.results.drafted_for[slot] = new_len;
-      }
+  for (int first = 0; first < lanes.count; first += tile_lanes) {
+    const int here = min(lanes.count - first, tile_lanes);
+    if (first > 0) {
+      __syncthreads();
+      tile.load(source, lanes, first, here, verdict);
+      __syncthreads();
     }
+    tile.judge(here, nodes, source.num_steps);
     __syncthreads();
-    const int here = min(lanes.count - first, static_cast<std::int32_t>(kThreads));
-    for (int i = static_cast<int>(threadIdx.x); i < here * nodes; i += kThreads) {
-      std::uint64_t word = 0;
-      if (i % nodes < counts[i / nodes]) {
-        const std::int64_t at = lanes.slots[first + i / nodes] * nodes + i % nodes;
-        word = word_of(static_cast<std::int32_t>(source.results.draft_tokens[at]), source.results.parents[at]);
-      }
-      sender.put(nodes_at + static_cast<std::size_t>(first) * static_cast<std::size_t>(nodes) + i, word);
-    }
-    __syncthreads();
+    tile.send(sender, source, lanes, first, here);
   }
   if (threadIdx.x != 0) return;
   channel.state->epoch = epoch;
   channel.state->drafts += verdict == Verdict::kDraft ? 1 : 0;
-  write_now(&channel.status->drafts, channel.state->drafts);
-  write_now(&channel.status->begun, epoch);
-  if (channel.acks != nullptr) write_now(&channel.status->done, epoch);
+  if (channel.acks == nullptr) write_now(&channel.status->begun, epoch);
 }
 
 constexpr std::int32_t kLeave = -1;
@@ -191,20 +253,19 @@ struct Incoming {
   const PushChannel& channel;
   const Packet* from;
   std::uint32_t flag;
-  std::int32_t num_lanes;            // as this rank expects
+  std::uint64_t* words;    // where to
+  std::int32_t num_lanes;  // as this rank expects
   // As the message says, once that is known, since fewer would never all come; kLeave once the group has ended.
   volatile std::int32_t* sent_lanes;
 
-  // Packet `i` into staging, once it is there.
+  // Word `i`, once it is there.
   __device__ bool take(std::size_t i) const {
     Packet packet;
     const bool there = wait_for(channel, threadIdx.x == 0, [&] {
       packet = load_packet(from + i);
       return (packet.flag0 == flag && packet.flag1 == flag) || *sent_lanes != num_lanes;
     });
-    auto* const words = reinterpret_cast<std::uint32_t*>(channel.staging) + 2 * i;
-    words[0] = packet.data0;
-    words[1] = packet.data1;
+    words[i] = packet.data0 | static_cast<std::uint64_t>(packet.data1) << 32;
     if (i == 1 && packet.flag1 == flag) *sent_lanes = static_cast<std::int32_t>(packet.data1);
     if (!there) *sent_lanes = kLeave;  // whoever sees first that there will be no message tells the rest
     return there;
@@ -214,7 +275,7 @@ struct Incoming {
     bool there = threadIdx.x >= kFirst || threadIdx.x >= count || take(threadIdx.x);
     if (__syncthreads_or(there && *sent_lanes == num_lanes ? 0 : 1) != 0) return false;
     if (count <= kFirst) return true;
-    for (std::size_t i = kFirst + threadIdx.x; i < count && there; i += kThreads) there = take(i);
+    for (std::size_t i = kFirst + threadIdx.x; i < count && there; i += blockDim.x) there = take(i);
     return __syncthreads_or(there ? 0 : 1) == 0;
   }
 };
@@ -229,9 +290,11 @@ __device__ bool header_fits(const MessageHeader& header, std::uint64_t epoch, co
          (header.verdict == Verdict::kDraft || header.verdict == Verdict::kNoDraft);
 }
 
+using Message = MessageView<const std::byte>;
+
 // Thread 0: what exactly does not fit. Without an inbox an older message means that none has come.
-__device__ Failure complaint(const PushChannel& channel, std::uint64_t epoch, const LaneList& lanes, int num_slots) {
-  const MessageView message(channel.staging, channel.shape, static_cast<std::uint32_t>(lanes.count));
+__device__ Failure complaint(const PushChannel& channel, std::uint64_t epoch, const LaneList& lanes, int num_slots,
+                             const Message& message) {
   const MessageHeader header = *message.header;
   if (channel.inbox == nullptr && header.epoch < epoch) return {};
   const auto split = [](SplitField field, std::uint32_t lane, std::int64_t expected, std::int64_t got) {
@@ -256,34 +319,52 @@ __device__ Failure complaint(const PushChannel& channel, std::uint64_t epoch, co
   return {};
 }
 
+__device__ void unpack(const Message& message, const LaneList& lanes, int nodes, int num_slots,
+                       const DraftResults& results) {
+  for (int lane = thread(); lane < lanes.count; lane += threads()) {
+    const MessageLane& found = message.lanes[lane];
+    if (!in_range(found.slot, num_slots)) continue;
+    results.num_nodes[found.slot] = found.num_nodes;
+    results.drafted_for[found.slot] = found.drafted_for;
+  }
+  for (int i = thread(); i < lanes.count * nodes; i += threads()) {
+    const MessageLane& found = message.lanes[i / nodes];
+    if (!in_range(found.slot, num_slots) || i % nodes >= found.num_nodes) continue;
+    const std::int64_t at = static_cast<std::int64_t>(found.slot) * nodes + i % nodes;
+    results.draft_tokens[at] = message.nodes[i].token;
+    results.parents[at] = message.nodes[i].parent;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     receive_kernel(const __grid_constant__ PushChannel channel, const __grid_constant__ DraftResults results,
                    int num_slots, const __grid_constant__ LaneList lanes) {
+  __shared__ std::uint64_t small[kTileNodes];
   __shared__ std::int32_t sent_lanes;
   const MessageShape shape = channel.shape;
   const auto count = static_cast<std::uint32_t>(lanes.count);
+  const std::size_t packets = packets_of(shape.bytes(count));
   const std::uint64_t epoch = channel.state->epoch + 1;
   if (channel.state->failed != 0) {
     no_drafts(results, num_slots, lanes);
     return;
   }
-  if (threadIdx.x == 0) {
-    sent_lanes = lanes.count;
-    if (channel.inbox != nullptr) write_now(&channel.status->begun, epoch);
-  }
+  if (threadIdx.x == 0) sent_lanes = lanes.count;
   __syncthreads();
+  auto* words = reinterpret_cast<std::uint64_t*>(channel.staging);
   bool there = true;
   if (channel.inbox != nullptr) {
-    const Incoming incoming = {channel, channel.inbox + slot_at(shape, epoch), flag_of(epoch), lanes.count, &sent_lanes};
-    there = incoming.take_all(packets_of(shape.bytes(count)));
+    if (packets <= kTileNodes) words = small;
+    const Incoming incoming = {channel, channel.inbox + slot_at(shape, epoch), flag_of(epoch), words, lanes.count,
+                               &sent_lanes};
+    there = incoming.take_all(packets);
+    // The inbox may be written again: all of it that is read has been.
+    if (there && threadIdx.x == 0 && epoch % kAckEvery == 0) write_now(channel.ack, epoch);
   }
-  // The inbox may be written again: all of it that is read has been.
-  if (there && threadIdx.x == 0 && channel.ack != nullptr) write_now(channel.ack, epoch);
-  const MessageView<const std::byte> message(channel.staging, shape, count);
-  const MessageHeader header = *message.header;
-  int bad = there && header_fits(header, epoch, lanes) ? 0 : 1;
-  const int most = header.verdict == Verdict::kDraft ? shape.num_drafted : 0;
-  for (auto lane = static_cast<std::int32_t>(threadIdx.x); lane < lanes.count && bad == 0; lane += kThreads) {
+  const Message message(reinterpret_cast<const std::byte*>(words), shape, count);
+  int bad = there && header_fits(*message.header, epoch, lanes) ? 0 : 1;
+  const int most = message.header->verdict == Verdict::kDraft ? shape.num_drafted : 0;
+  for (int lane = thread(); lane < lanes.count && bad == 0; lane += threads()) {
     bad = lane_fits(message.lanes[lane], lanes, lane, num_slots, most) ? 0 : 1;
   }
   if (__syncthreads_or(bad) != 0) {
@@ -292,24 +373,18 @@ __global__ void __launch_bounds__(kThreads)
       if (sent_lanes != lanes.count && sent_lanes != kLeave) {
         failure = {PushCode::kSplit, 0, SplitField::kNumLanes, lanes.count, sent_lanes};
       } else if (there) {  // else none came in time
-        failure = complaint(channel, epoch, lanes, num_slots);
+        failure = complaint(channel, epoch, lanes, num_slots, message);
       }
       tell(channel, epoch, failure);
     }
     no_drafts(results, num_slots, lanes);
     return;
   }
-  for (auto lane = static_cast<std::int32_t>(threadIdx.x); lane < lanes.count; lane += kThreads) {
-    if (in_range(message.lanes[lane].slot, num_slots)) {
-      unpack_lane(message.lanes[lane], message.nodes + static_cast<std::size_t>(lane) * shape.num_drafted,
-                  shape.num_drafted, results);
-    }
-  }
+  unpack(message, lanes, shape.num_drafted, num_slots, results);
   if (threadIdx.x != 0) return;
   channel.state->epoch = epoch;
-  channel.state->drafts += header.verdict == Verdict::kDraft ? 1 : 0;
-  write_now(&channel.status->drafts, channel.state->drafts);
-  write_now(&channel.status->done, epoch);
+  channel.state->drafts += message.header->verdict == Verdict::kDraft ? 1 : 0;
+  if (channel.inbox == nullptr) write_now(&channel.status->done, epoch);
 }
 
 __global__ void mark_kernel(PushState* state, PushStatus* status, Mark mark) {
@@ -321,10 +396,10 @@ __global__ void mark_kernel(PushState* state, PushStatus* status, Mark mark) {
 }
 
 template <typename... Params, typename... Args>
-void launch(const char* what, void (*kernel)(Params...), unsigned threads, Stream stream, const Args&... args) {
+void launch(const char* what, void (*kernel)(Params...), unsigned num_threads, Stream stream, const Args&... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(1);
-  config.blockDim = dim3(threads);
+  config.blockDim = dim3(num_threads);
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
   if (status == cudaSuccess) return;
@@ -332,18 +407,24 @@ void launch(const char* what, void (*kernel)(Params...), unsigned threads, Strea
   fail(ErrorCode::kDevice, what, ": expected a launch, got ", cudaGetErrorString(status));
 }
 
+// One per packet; barriers of fewer threads are shorter.
+unsigned threads_for(const PushChannel& channel, const LaneList& lanes) {
+  const std::size_t packets = packets_of(channel.shape.bytes(static_cast<std::uint32_t>(lanes.count)));
+  return static_cast<unsigned>(std::clamp<std::size_t>((packets + 31) / 32 * 32, kFirst, kThreads));
+}
+
 }  // namespace
 
 void launch_push(const PushChannel& channel, const TreeSource& source, const LaneList& lanes, Verdict verdict,
                  Stream stream) {
   expect_range("push lanes", lanes.count, 1, channel.shape.max_lanes);
-  launch("push", push_kernel, kThreads, stream, channel, source, lanes, verdict);
+  launch("push", push_kernel, threads_for(channel, lanes), stream, channel, source, lanes, verdict);
 }
 
 void launch_receive(const PushChannel& channel, const DraftResults& results, int num_slots, const LaneList& lanes,
                     Stream stream) {
   expect_range("receive lanes", lanes.count, 1, channel.shape.max_lanes);
-  launch("receive", receive_kernel, kThreads, stream, channel, results, num_slots, lanes);
+  launch("receive", receive_kernel, threads_for(channel, lanes), stream, channel, results, num_slots, lanes);
 }
 
 void launch_mark(const PushChannel& channel, Mark mark, Stream stream) {

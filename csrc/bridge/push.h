@@ -12,8 +12,10 @@ namespace eaglex::bridge {
 
 struct Packet;
 
-// An inbox holds this many messages: so far may rank 0 be ahead of any receiver before it waits.
-inline constexpr int kInboxDepth = 8;
+// An inbox holds this many messages, and a receiver says every so often how far it is, since its word has a way to go that
+// its kernel's end waits for. So rank 0 may be ahead of any receiver by the difference, and one, before it waits.
+inline constexpr int kInboxDepth = 16;
+inline constexpr int kAckEvery = 8;
 // How long a kernel that has failed waits for its host to end the group, so that no other rank uses this cycle.
 inline constexpr std::uint64_t kTellNs = 2'000'000'000;
 
@@ -43,15 +45,16 @@ struct alignas(64) PushStatus {
   std::uint32_t padding = 0;
   std::int64_t expected = 0, got = 0;  // kSplit
   std::uint64_t epoch = 0;             // of the failure
-  std::uint64_t begun = 0, done = 0;   // messages that this side has begun to send or take, and has finished
-  std::uint64_t drafts = 0;            // of those finished, with a verdict "draft"
+  // Messages that this side has begun to send or take, and has finished; only without inboxes, where the host watches
+  // over deadlines. A word for the host costs a kernel about a microsecond at its end.
+  std::uint64_t begun = 0, done = 0;
   alignas(64) std::uint32_t stop = 0;  // nonzero: the group has ended, leave every wait
 };
 
 // What a side counts on its device, so that a replayed graph goes on counting. Begins at zero.
 struct PushState {
   std::uint64_t epoch;
-  std::uint64_t drafts;
+  std::uint64_t drafts;            // of the messages so far, with a verdict "draft"
   std::uint64_t acked[kMaxRanks];  // rank 0: the last acknowledgement seen of each receiver
   std::uint32_t failed;
 };
@@ -66,7 +69,7 @@ struct PushChannel {
   std::uint64_t deadline_ns = 0;
   int num_receivers = 0;                   // rank 0
   Packet* inboxes[kMaxRanks] = {};         // rank 0: each receiver's
-  const std::uint64_t* acks = nullptr;     // rank 0: [receivers], the last epoch that each has taken
+  const std::uint64_t* acks = nullptr;     // rank 0: [receivers], an epoch up to which each has taken all
   const Packet* inbox = nullptr;           // elsewhere: this rank's own
   std::uint64_t* ack = nullptr;            // elsewhere: this rank's word for rank 0
 };

@@ -163,6 +163,13 @@ cudaError_t cudaFreeHost(void* block) {
   return cudaFree(block);
 }
 
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return emulator::submit(stream, [=] {
+    std::memcpy(to, from, bytes);
+    return cudaSuccess;
+  });
+}
+
 cudaError_t cudaHostRegister(void*, std::size_t, unsigned) {
   return cudaSuccess;
 }

@@ -1,6 +1,7 @@
 // The push kernels on the emulated runtime, one after the other: what is sent arrives, what is wrong is told.
 #include <doctest/doctest.h>
 
+#include <random>
 #include <vector>
 
 #include "bridge/packet.cuh"
@@ -95,7 +96,7 @@ struct World {
 TEST_CASE("push: cycles reach every receiver, over the end of the inbox") {
   World world;
   std::uint64_t drafts = 0;
-  for (std::int64_t cycle = 10; cycle < 35; ++cycle) {
+  for (std::int64_t cycle = 10; cycle < 45; ++cycle) {
     world.draft(cycle);
     world.verdict = cycle % 3 == 0 ? Verdict::kNoDraft : Verdict::kDraft;
     drafts += cycle % 3 == 0 ? 0 : 1;
@@ -106,7 +107,7 @@ TEST_CASE("push: cycles reach every receiver, over the end of the inbox") {
       world.receive(r);
       const Results& found = world.received[static_cast<std::size_t>(r)];
       REQUIRE(world.statuses[r].code == PushCode::kFine);
-      CHECK(world.acks[r] == static_cast<std::uint64_t>(cycle - 9));
+      CHECK(world.acks[r] == static_cast<std::uint64_t>(cycle - 9) / kAckEvery * kAckEvery);
       CHECK(found.nodes[4] == (cycle % 3 == 0 ? 0 : 3));
       CHECK(found.nodes[2] == 0);
       CHECK(found.lens[4] == cycle);
@@ -116,10 +117,9 @@ TEST_CASE("push: cycles reach every receiver, over the end of the inbox") {
       CHECK(found.parents[4 * kNodes + 2] == 2);
     }
   }
-  for (const PushStatus& status : world.statuses) {
-    CHECK(status.begun == 25);
-    CHECK(status.done == 25);
-    CHECK(status.drafts == drafts);
+  for (const PushState& state : world.states) {
+    CHECK(state.epoch == 35);
+    CHECK(state.drafts == drafts);
   }
 }
 
@@ -138,12 +138,88 @@ TEST_CASE("push: lengths before the rows of this cycle, and how many of those co
   CHECK(world.received[0].lens[2] == 11);
 }
 
+TEST_CASE("push: which drafts are fit to be sent is core's judgement") {
+  std::mt19937 random(7);
+  const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  int used = 0;
+  World world;
+  for (std::int64_t round = 1; round < 400; ++round) {
+    world.lens = {round, round};
+    for (const std::size_t slot : {2, 4}) {
+      world.results.nodes[slot] = draw(0, 9) == 0 ? draw(-1, kNodes + 1) : draw(0, kNodes);
+      world.results.lens[slot] = round - (draw(0, 9) == 0 ? 1 : 0);
+      for (int i = 0; i < kNodes; ++i) {
+        const std::size_t at = slot * kNodes + static_cast<std::size_t>(i);
+        world.results.tokens[at] = draw(0, 30) == 0 ? draw(0, 1) * 1001 - 1 : draw(0, 999);
+        world.results.parents[at] = draw(0, 30) == 0 ? draw(-1, kNodes + 1) : draw(0, i);
+      }
+    }
+    const TreeSource source = {world.results.view(), kSlots, kNodes, 1000, 2};
+    const int expected[] = {usable_nodes(source, 4, round, kNodes), usable_nodes(source, 2, round, kNodes)};
+    launch_push(world.sender, source, world.lanes(), Verdict::kDraft, nullptr);
+    for (int r = 0; r < kReceivers; ++r) world.receive(r);
+    CHECK(world.received[0].nodes[4] == expected[0]);
+    CHECK(world.received[2].nodes[2] == expected[1]);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(expected[0]); ++i) {
+      CHECK(world.received[1].tokens[4 * kNodes + i] == world.results.tokens[4 * kNodes + i]);
+      CHECK(world.received[1].parents[4 * kNodes + i] == world.results.parents[4 * kNodes + i]);
+    }
+    used += expected[0] > 0 ? 1 : 0;
+  }
+  CHECK(used > 50);
+  CHECK(used < 350);
+}
+
+TEST_CASE("push: more lanes than one tile of the kernel holds") {
+  constexpr int kMany = 700;
+  World world;
+  const MessageShape shape = {kMany, kNodes};
+  std::vector<std::vector<Packet>> boxes(kReceivers, std::vector<Packet>(inbox_bytes(shape) / sizeof(Packet)));
+  std::vector<std::byte> bytes(packets_of(shape.max_bytes()) * 8);
+  world.sender.shape = shape;
+  for (std::size_t r = 0; r < kReceivers; ++r) world.sender.inboxes[r] = boxes[r].data();
+  std::vector<std::int64_t> tokens((kMany + 1) * kNodes), got_tokens(tokens.size()), lens(kMany + 1), got_lens(kMany + 1);
+  std::vector<std::int32_t> parents(tokens.size()), got_parents(tokens.size()), nodes(kMany + 1), got_nodes(kMany + 1);
+  std::vector<std::int64_t> slots(kMany), wanted(kMany);
+  for (std::size_t i = 0; i < kMany; ++i) {
+    slots[i] = static_cast<std::int64_t>(kMany - i);
+    wanted[i] = static_cast<std::int64_t>(i) + 5;
+    const auto slot = static_cast<std::size_t>(slots[i]);
+    lens[slot] = wanted[i];
+    nodes[slot] = static_cast<std::int32_t>(i % (kNodes + 1));
+    for (std::size_t n = 0; n < kNodes; ++n) tokens[slot * kNodes + n] = static_cast<std::int64_t>(slot * 7 + n) % 1000;
+  }
+  DraftResults sent, found;
+  sent.draft_tokens = tokens.data();
+  sent.parents = parents.data();
+  sent.num_nodes = nodes.data();
+  sent.drafted_for = lens.data();
+  found.draft_tokens = got_tokens.data();
+  found.parents = got_parents.data();
+  found.num_nodes = got_nodes.data();
+  found.drafted_for = got_lens.data();
+  const LaneList lanes = {kMany, slots.data(), wanted.data()};
+  launch_push(world.sender, {sent, kMany + 1, kNodes, 1000, kNodes}, lanes, Verdict::kDraft, nullptr);
+  PushChannel receiver = world.receiver(2);
+  receiver.shape = shape;
+  receiver.staging = bytes.data();
+  receiver.inbox = boxes[2].data();
+  launch_receive(receiver, found, kMany + 1, lanes, nullptr);
+  REQUIRE(world.statuses[2].code == PushCode::kFine);
+  CHECK(got_nodes == nodes);
+  CHECK(got_lens == lens);
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (static_cast<int>(i % kNodes) < nodes[i / kNodes]) CHECK(got_tokens[i] == tokens[i]);
+  }
+}
+
 TEST_CASE("without inboxes the message travels by other means") {
   World world;
   world.sender.acks = nullptr;
   for (std::int64_t cycle = 10; cycle < 13; ++cycle) {
     world.draft(cycle);
     world.push();
+    CHECK(world.statuses[kReceivers].begun == static_cast<std::uint64_t>(cycle - 9));
     launch_mark(world.sender, Mark::kDone, nullptr);
     CHECK(world.statuses[kReceivers].done == static_cast<std::uint64_t>(cycle - 9));
     PushChannel receiver = world.receiver(1);
@@ -153,6 +229,7 @@ TEST_CASE("without inboxes the message travels by other means") {
     CHECK(world.statuses[1].begun == static_cast<std::uint64_t>(cycle - 9));
     launch_receive(receiver, world.received[1].view(), kSlots, world.lanes(), nullptr);
     REQUIRE(world.statuses[1].code == PushCode::kFine);
+    CHECK(world.statuses[1].done == static_cast<std::uint64_t>(cycle - 9));
     CHECK(world.received[1].tokens[4 * kNodes + 1] == cycle * 3 + 1);
   }
   PushChannel receiver = world.receiver(1);

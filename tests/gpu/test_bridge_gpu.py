@@ -43,12 +43,13 @@ def test_every_message_arrives_whole(transport, where, captured, tmp_path):
     cycles = cycles_of(where)
     plan = plan_of(transport, where, cycles=cycles, captured=captured, most_stall=0.0005)
     with opened(2, plan, tmp_path) as world:
-        found = world.all("done")
+        found, ended = world.all("done"), world.ended()
     sent = cycles + (1 if captured else 0)
     assert [(one["wrong"], one["number"]) for one in found] == [(0, sent)] * 2
     assert found[0]["counters"]["pushed"] == found[1]["counters"]["received"] == sent + PROBED
     assert found[0]["counters"]["drafts"] == found[1]["counters"]["drafts"] == sent + PROBED
     assert all(one["seconds_to_close"] < 5 for one in found), found
+    assert ended == [0, 0]
 
 
 @pytest.mark.parametrize(("transport", "where"), WAYS)

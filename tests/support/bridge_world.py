@@ -89,6 +89,7 @@ class Rank:
         plan, draw = self.plan, random.Random(self.rank)
         step, graph = self.cycle, None
         if plan.captured:
+            torch.cuda.synchronize()  # what was made on the default stream is there
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 self.cycle()
@@ -192,6 +193,12 @@ class World:
         said, value = pipe.recv()
         assert said == kind, f"rank {rank}: expected {kind}, got {said}: {value}"
         return value
+
+    def ended(self, seconds: float = 10.0) -> list[int | None]:
+        """Exit codes, once all have ended; None for one that has not."""
+        for process in self.processes:
+            process.join(seconds)
+        return [process.exitcode for process in self.processes]
 
     def all(self, kind: str) -> list[Any]:
         return [self.hear(rank, kind) for rank in range(len(self.processes))]

@@ -15,6 +15,7 @@ enum cudaError_t {
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719
 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
@@ -72,6 +73,8 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* block, unsigned flags)
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* block);
 cudaError_t cudaIpcOpenMemHandle(void** block, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* block);
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
