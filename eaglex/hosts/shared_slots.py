@@ -51,7 +51,7 @@ class SharedSlots:
             aux_width=link.aux_width,
             transport=link.team.options.transport,
         )
-        link.team.bridge = self._bridge
+        link.team.attach(self._bridge)
         self._follower = self._bridge.follower()
 
     def trees(self, slots: Sequence[int], lengths: Sequence[int], bonus_tokens: Sequence[int]) -> VerifyTensors:
