@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings.h"
@@ -229,6 +230,30 @@ void bind_drafter(py::module_& m) {
             return batch;
           },
           py::arg("wait"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "next_memory",
+          [](DrafterServer& self, double wait) {
+            std::optional<RowsView> rows;
+            {
+              const py::gil_scoped_release released;
+              rows = self.next(seconds(wait));
+            }
+            std::map<std::string, std::tuple<std::uintptr_t, std::string, std::vector<std::int64_t>>> found;
+            const auto put = [&](const char* name, const TensorView& view) {
+              found[name] = {reinterpret_cast<std::uintptr_t>(view.data), name_of(view.dtype),
+                             {view.shape.begin(), view.shape.begin() + view.rank}};
+            };
+            if (!rows) return found;
+            put("aux_hidden_states", rows->aux_hidden_states);
+            put("input_ids", rows->input_ids);
+            put("row_start", rows->row_start);
+            put("num_valid", rows->num_valid);
+            put("draft_from", rows->draft_from);
+            put("req_pool_indices", rows->req_pool_indices);
+            put("seq_lens", rows->seq_lens);
+            return found;
+          },
+          py::arg("wait"), "As next, for an engine on another device: by name address, type and shape, in shared memory.")
       .def(
           "reply",
           [](DrafterServer& self, const FollowerTensors& results, bool draft) {

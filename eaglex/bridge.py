@@ -20,21 +20,18 @@ import torch
 from torch import Tensor
 
 from eaglex.bridge_transport import TRANSPORTS, choose
-from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
+from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import (
-    DraftBatch,
-    DraftEngine,
     DraftResults,
     LaneStatus,
     VerifyTensors,
-    _config,
     _extension,
     _fields,
     _fill,
     _speculation,
     _verify_tensors,
 )
-from eaglex.errors import BridgeError, ConfigError, EaglexError, first_line
+from eaglex.errors import BridgeError, ConfigError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -152,10 +149,14 @@ class Invitation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone."""
+    """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone.
+
+    `device` (cpu, cuda:N) is where it drafts; None leaves that to the host.
+    """
 
     deadline: float = 1.0
     rejoin_after: float = 1.0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         _check_seconds(self, "drafter ")
@@ -349,82 +350,6 @@ class Follower:
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         self._kept.append((*_fields(out).values(), *ids.values()))
         self._follower.tree(_verify_tensors(self._binary, out, ids), stream)
-
-
-class DrafterClient:
-    """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. No drafter's fault raises."""
-
-    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
-        binary = self._binary = bridge._binary
-        self._results = bridge._tensors
-        self._client = binary.DrafterClient(
-            bridge._group,
-            config=_config(binary, config, 1.0),
-            speculation=_speculation(binary, bridge.speculation),
-            limits=bridge._limits,
-            deadline=options.deadline,
-            rejoin_after=options.rejoin_after,
-        )
-
-    def draft(self, batch: DraftBatch) -> bool:
-        """One cycle, in host memory: whether drafts have come back by the deadline.
-
-        Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
-        """
-        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
-
-    def take_warnings(self) -> list[str]:
-        """What the user is to be told since the last call, at most one sentence per fall of the drafter."""
-        warning = str(self._client.take_warning())
-        return [warning] if warning else []
-
-    def counters(self) -> dict[str, int]:
-        """Falls of the drafter by kind (late, gone, refused, bad_reply, own_failure) and its `returns`."""
-        return {name: int(count) for name, count in self._client.counters().items()}
-
-
-class DrafterServer:
-    """The dedicated drafter's end; `engine` has its results in host memory."""
-
-    def __init__(self, group: Any, engine: DraftEngine) -> None:
-        binary = _extension()
-        self._group, self._engine = group, engine
-        self._server = binary.DrafterServer(group)
-        self._results = _follower_tensors(binary, engine.results)
-
-    def serve(self, wait: float) -> bool:
-        """Answer one request; False if none came within `wait` seconds. Raises BridgeError once rank 0 is gone."""
-        batch = self._server.next(wait)
-        if batch is None:
-            return False
-        try:
-            self._engine._engine.run(batch, 0)
-        except EaglexError as error:
-            _log.error("drafting failed: %s", error)
-            self._server.reply(self._results, draft=False)
-        else:
-            self._server.reply(self._results, draft=True)
-        return True
-
-
-def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServer:
-    """Join that group with this engine. Raises BridgeError where its sizes are not the group's; rank 0 then knows."""
-    binary = _extension()
-    if engine.device.type != "cpu":
-        raise ConfigError(f"dedicated drafter: expected an engine on the CPU for transport shm, got {engine.device}")
-    own = {
-        "num_draft_tokens": engine.speculation.num_draft_tokens,
-        "num_steps": engine.speculation.num_steps,
-        "num_slots": engine.limits.num_slots,
-        "max_lanes": engine.limits.max_batch,
-        "max_rows": engine.limits.max_rows,
-        "vocab_size": engine.config.vocab_size,
-        "aux_width": engine.config.num_aux * engine.config.target_hidden_size,
-    }
-    terms = _fill(binary.BridgeTerms(), **{**invitation.terms, **own})
-    rank = invitation.terms["num_ranks"]
-    group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
-    return DrafterServer(group, engine)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from eaglex.bridge import DrafterClient, Invitation, LinkOptions, empty_results
+from eaglex.bridge import Invitation, LinkOptions, empty_results
+from eaglex.bridge_dedicated import DrafterClient
 from eaglex.config import DraftConfig, EngineLimits
 from eaglex.errors import BridgeError
 from eaglex.hosts.draft_slots import DraftRows, batch_of

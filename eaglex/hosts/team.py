@@ -97,8 +97,12 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        with contextlib.ExitStack() as undo:
+            if self._watch is not None:
+                undo.callback(self._watch.stop)
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         if error is not None:
             if self.bridge is not None and not isinstance(error, BridgeError):  # that is known to the group already
                 self.bridge.end(f"{type(error).__name__}: {error}")
