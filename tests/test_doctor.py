@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eaglex import cli, doctor
+from eaglex import cli, doctor, doctor_bridge
 from eaglex.doctor import Finding, Verdict
 
 ROOT = Path(__file__).parent.parent
