@@ -124,11 +124,10 @@ __device__ std::uint64_t word_of(std::int32_t low, std::int32_t high) {
   return static_cast<std::uint32_t>(low) | static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32;
 }
 
-// Whether this receiver has let go of what lies where this message goes. An acknowledgement that was seen is not read
-// again: it may lie behind a bus.
-__device__ bool has_room(const PushChannel& channel, std::uint64_t epoch, int receiver) {
+// Until this receiver has let go of what lies where this message goes. An acknowledgement that was seen is not read again:
+// it may lie behind a bus.
+__device__ bool await_room(const PushChannel& channel, std::uint64_t epoch, int receiver) {
   std::uint64_t& acked = channel.state->acked[receiver];
-  if (epoch <= acked + kInboxDepth) return true;
   return wait_for(channel, true, [&] {
     acked = read_now(channel.acks + receiver);
     return epoch <= acked + kInboxDepth;
@@ -156,7 +155,8 @@ struct Tile {
       const bool good = token >= 0 && token < source.vocab_size && up >= 0 && up <= i % nodes;
       words[i] = word_of(static_cast<std::int32_t>(token), good ? up : -1);
     }
-    for (int lane = thread(); lane < here; lane += threads()) {
+    // From the last thread on: of a small message other warps, which need not wait for what the first ones do.
+    for (int lane = threads() - 1 - thread(); lane < here; lane += threads()) {
       const std::int64_t slot = lanes.slots[first + lane];
       const std::int64_t new_len = lanes.new_len(first + lane);
       int count = 0;
@@ -208,13 +208,15 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Tile tile;
   const int nodes = source.num_drafted;
   const int tile_lanes = nodes > 0 ? min(kTileLanes, kTileNodes / nodes) : kTileLanes;
+  // All that this side counts, on its way while the drafts are.
+  const bool waits = channel.acks != nullptr && thread() < channel.num_receivers;
+  const std::uint64_t acked = waits ? channel.state->acked[thread()] : 0;
+  const std::uint64_t drafts = channel.state->drafts;
   const std::uint64_t epoch = channel.state->epoch + 1;
   const bool failed = channel.state->failed != 0;
   tile.load(source, lanes, 0, min(lanes.count, tile_lanes), verdict);
   int late = 0;
-  if (!failed && channel.acks != nullptr && thread() < channel.num_receivers) {
-    late = has_room(channel, epoch, thread()) ? 0 : 1;
-  }
+  if (waits && !failed && epoch > acked + kInboxDepth) late = await_room(channel, epoch, thread()) ? 0 : 1;
   if (__syncthreads_or(late) != 0 || failed) {
     if (threadIdx.x == 0 && !failed) {
       int who = 0;
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x != 0) return;
   channel.state->epoch = epoch;
-  channel.state->drafts += verdict == Verdict::kDraft ? 1 : 0;
+  channel.state->drafts = drafts + (verdict == Verdict::kDraft ? 1 : 0);
   if (channel.acks == nullptr) write_now(&channel.status->begun, epoch);
 }
 
@@ -280,9 +282,17 @@ struct Incoming {
   }
 };
 
-__device__ bool lane_fits(const MessageLane& lane, const LaneList& lanes, std::int32_t i, int num_slots, int most) {
-  return lane.slot == lanes.slots[i] && lane.slot >= 0 && lane.slot < num_slots &&
-         lane.drafted_for == lanes.new_len(i) && lane.num_nodes >= 0 && lane.num_nodes <= most;
+// What this rank expects of a lane.
+struct Expected {
+  std::int64_t slot = 0, new_len = 0;
+};
+__device__ Expected expected_of(const LaneList& lanes, int i) {
+  return i < lanes.count ? Expected{lanes.slots[i], lanes.new_len(i)} : Expected{};
+}
+
+__device__ bool lane_fits(const MessageLane& lane, const Expected& expected, int num_slots, int most) {
+  return lane.slot == expected.slot && lane.slot >= 0 && lane.slot < num_slots &&
+         lane.drafted_for == expected.new_len && lane.num_nodes >= 0 && lane.num_nodes <= most;
 }
 
 __device__ bool header_fits(const MessageHeader& header, std::uint64_t epoch, const LaneList& lanes) {
@@ -309,7 +319,7 @@ __device__ Failure complaint(const PushChannel& channel, std::uint64_t epoch, co
   const int most = header.verdict == Verdict::kDraft ? channel.shape.num_drafted : 0;
   for (std::int32_t i = 0; i < lanes.count; ++i) {
     const MessageLane& lane = message.lanes[i];
-    if (lane_fits(lane, lanes, i, num_slots, most)) continue;
+    if (lane_fits(lane, expected_of(lanes, i), num_slots, most)) continue;
     const auto at = static_cast<std::uint32_t>(i);
     if (lane.slot != lanes.slots[i] || lane.slot < 0 || lane.slot >= num_slots)
       return split(SplitField::kSlot, at, lanes.slots[i], lane.slot);
@@ -345,6 +355,8 @@ __global__ void __launch_bounds__(kThreads)
   const auto count = static_cast<std::uint32_t>(lanes.count);
   const std::size_t packets = packets_of(shape.bytes(count));
   const std::uint64_t epoch = channel.state->epoch + 1;
+  const std::uint64_t drafts = channel.state->drafts;
+  const Expected own = expected_of(lanes, thread());  // here before the message is
   if (channel.state->failed != 0) {
     no_drafts(results, num_slots, lanes);
     return;
@@ -365,7 +377,8 @@ __global__ void __launch_bounds__(kThreads)
   int bad = there && header_fits(*message.header, epoch, lanes) ? 0 : 1;
   const int most = message.header->verdict == Verdict::kDraft ? shape.num_drafted : 0;
   for (int lane = thread(); lane < lanes.count && bad == 0; lane += threads()) {
-    bad = lane_fits(message.lanes[lane], lanes, lane, num_slots, most) ? 0 : 1;
+    const Expected expected = lane == thread() ? own : expected_of(lanes, lane);
+    bad = lane_fits(message.lanes[lane], expected, num_slots, most) ? 0 : 1;
   }
   if (__syncthreads_or(bad) != 0) {
     if (threadIdx.x == 0) {
@@ -383,7 +396,7 @@ __global__ void __launch_bounds__(kThreads)
   unpack(message, lanes, shape.num_drafted, num_slots, results);
   if (threadIdx.x != 0) return;
   channel.state->epoch = epoch;
-  channel.state->drafts += message.header->verdict == Verdict::kDraft ? 1 : 0;
+  channel.state->drafts = drafts + (message.header->verdict == Verdict::kDraft ? 1 : 0);
   if (channel.inbox == nullptr) write_now(&channel.status->done, epoch);
 }
 
@@ -410,7 +423,7 @@ void launch(const char* what, void (*kernel)(Params...), unsigned num_threads, S
 // One per packet; barriers of fewer threads are shorter.
 unsigned threads_for(const PushChannel& channel, const LaneList& lanes) {
   const std::size_t packets = packets_of(channel.shape.bytes(static_cast<std::uint32_t>(lanes.count)));
-  return static_cast<unsigned>(std::clamp<std::size_t>((packets + 31) / 32 * 32, kFirst, kThreads));
+  return static_cast<unsigned>(std::clamp<std::size_t>((packets + 31) / 32 * 32, 2 * kFirst, kThreads));
 }
 
 }  // namespace

@@ -54,9 +54,9 @@ struct alignas(64) PushStatus {
 // What a side counts on its device, so that a replayed graph goes on counting. Begins at zero.
 struct PushState {
   std::uint64_t epoch;
-  std::uint64_t drafts;            // of the messages so far, with a verdict "draft"
+  std::uint64_t drafts;  // of the messages so far, with a verdict "draft"
+  std::uint64_t failed;
   std::uint64_t acked[kMaxRanks];  // rank 0: the last acknowledgement seen of each receiver
-  std::uint32_t failed;
 };
 
 // One side's fixed part; all pointers are as the device of this side reaches them. `p2p` and `mailbox` have inboxes and
