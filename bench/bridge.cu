@@ -1,9 +1,9 @@
 // The bridge's push between two GPUs: two processes, one word each way per round, all rounds of a run in one graph.
 //
-//   bench_bridge [rounds]     needs two GPUs; with one, both processes share it
+//   bench_bridge [rounds [replays]]     needs two GPUs; with one, both processes share it
 //
 // A round is push, receive on the other side, push back, receive: half of it is one way, launches included, as in the
-// cycle. 200 rounds before are checked. Prints one JSON row per transport and size; times are of rank 0's %globaltimer
+// cycle. As many rounds before, at most 200, are checked. Prints one JSON row per transport and size; times are of rank 0's %globaltimer
 // between the ends of two rounds. push_us is what a push costs the stream that it is on, receivers being elsewhere.
 #include <cuda_runtime.h>
 #include <sys/wait.h>
@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "bridge/device.h"
 #include "bridge/packet.cuh"
 #include "bridge/push.h"
 #include "bridge/segment.h"
@@ -29,11 +30,10 @@ using namespace eaglex::bridge;  // NOLINT(google-build-using-namespace)
 
 namespace {
 
-constexpr int kReplays = 20;
 constexpr int kSlots = 130;
 constexpr std::uint64_t kDeadlineNs = 2'000'000'000;
-constexpr std::size_t kAcks = 4096;  // in front of each inbox
-constexpr int kPushes = kInboxDepth - 1;
+constexpr std::size_t kAcks = 4096;               // in front of each inbox
+constexpr int kPushes = kInboxDepth - kAckEvery;  // without a word from the other side
 
 void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) fail(ErrorCode::kDevice, what, ": ", cudaGetErrorString(status));
@@ -64,6 +64,8 @@ struct Case {
   const char* transport;
   int lanes;
   int nodes;  // N - 1
+  int rounds;
+  int replays;
 };
 
 __global__ void stamp_kernel(std::uint64_t* to, const PushState* state) {
@@ -83,17 +85,17 @@ __global__ void draft_kernel(DraftResults results, LaneList lanes, int nodes, co
 
 __global__ void check_kernel(DraftResults results, LaneList lanes, int nodes, const PushState* state, int* wrong) {
   const std::int64_t slot = lanes.slots[threadIdx.x];
-  bool good = results.num_nodes[slot] == nodes && results.drafted_for[slot] == lanes.new_len(static_cast<std::int32_t>(threadIdx.x));
+  bool good = results.num_nodes[slot] == nodes &&
+              results.drafted_for[slot] == lanes.new_len(static_cast<std::int32_t>(threadIdx.x));
   for (int i = 0; i < nodes; ++i) {
-    good =
-        good && results.draft_tokens[slot * nodes + i] == static_cast<std::int64_t>((state->epoch - 1) % 1000) * 8 + slot + i;
+    good = good && results.draft_tokens[slot * nodes + i] ==
+                       static_cast<std::int64_t>((state->epoch - 1) % 1000) * 8 + slot + i;
   }
   if (!good) atomicAdd(wrong, 1);
 }
 
 struct Side {
-  Side(int rank, const Case& which, int rounds, Shared& shared, std::byte* mailbox)
-      : rank_(rank), case_(which), rounds_(rounds), shared_(shared) {
+  Side(int rank, const Case& which, Shared& shared, std::byte* mailbox) : rank_(rank), case_(which), shared_(shared) {
     int count = 0;
     check(cudaGetDeviceCount(&count), "devices");
     check(cudaSetDevice(rank % count), "device");
@@ -116,6 +118,7 @@ struct Side {
       channel->staging = device<std::byte>(channel->shape.max_bytes() + 16);
       channel->status = status_;
       channel->deadline_ns = kDeadlineNs;
+      channel->overlaps = may_overlap(rank % count);
     }
     out_.num_receivers = 1;
     out_.inboxes[0] = reinterpret_cast<Packet*>(theirs_ + kAcks);
@@ -127,14 +130,14 @@ struct Side {
   // Half a round in ns, one per round of all replays.
   std::vector<double> run() {
     cudaGraphExec_t const exec = captured([this] {
-      for (int i = 0; i < rounds_; ++i) round(false);
+      for (int i = 0; i < case_.rounds; ++i) round(false);
     });
     // Rounds whose content is checked, and which load every kernel before two devices wait for each other.
     meet();
-    for (int i = 0; i < 200; ++i) round(true);
+    for (int i = 0; i < std::min(case_.rounds, 200); ++i) round(true);
     check(cudaStreamSynchronize(stream_), "checked rounds");
     std::vector<double> found;
-    for (int replay = 0; replay < kReplays; ++replay) {
+    for (int replay = 0; replay < case_.replays; ++replay) {
       meet();
       check(cudaGraphLaunch(exec, stream_), "launch");
       check(cudaStreamSynchronize(stream_), "replay");
@@ -172,7 +175,7 @@ struct Side {
       for (int i = 0; i < kPushes; ++i) rank_ == 0 ? push(false) : receive(false);
     });
     std::vector<float> found;
-    for (int i = 0; i < 40; ++i) {
+    for (int i = 0; i < 2 * case_.replays; ++i) {
       meet();
       if (rank_ == 1) meet();
       check(cudaEventRecord(begin, stream_), "event");
@@ -231,7 +234,7 @@ struct Side {
     std::vector<std::uint64_t> stamps(4096);
     check(cudaMemcpy(&last, &in_.state->epoch, sizeof last, cudaMemcpyDeviceToHost), "copy");
     check(cudaMemcpy(stamps.data(), stamps_, 4096 * sizeof last, cudaMemcpyDeviceToHost), "copy");
-    for (std::uint64_t epoch = last - static_cast<std::uint64_t>(rounds_) + 10; epoch < last; ++epoch) {
+    for (std::uint64_t epoch = last - static_cast<std::uint64_t>(case_.rounds) + 10; epoch < last; ++epoch) {
       found.push_back(static_cast<double>(stamps[epoch % 4096] - stamps[(epoch - 1) % 4096]) / 2);
     }
   }
@@ -245,7 +248,6 @@ struct Side {
 
   int rank_;
   Case case_;
-  int rounds_;
   Shared& shared_;
   cudaStream_t stream_ = nullptr;
   std::byte* own_ = nullptr;
@@ -259,9 +261,9 @@ struct Side {
   double push_us_ = 0;
 };
 
-int run(int rank, const Case& which, int rounds, Shared& shared, std::byte* mailbox) {
+int run(int rank, const Case& which, Shared& shared, std::byte* mailbox) {
   try {
-    Side side(rank, which, rounds, shared, mailbox);
+    Side side(rank, which, shared, mailbox);
     std::vector<double> ns = side.run();
     if (rank != 0) return 0;
     std::sort(ns.begin(), ns.end());
@@ -284,11 +286,12 @@ int run(int rank, const Case& which, int rounds, Shared& shared, std::byte* mail
 
 int main(int count, char** arguments) {
   const int rounds = count > 1 ? std::atoi(arguments[1]) : 500;
+  const int replays = count > 2 ? std::atoi(arguments[2]) : 20;
   // 16 + lanes * (16 + 8 nodes): 72, 464, 1168 and 4112 bytes.
   std::vector<Case> cases;
   for (const char* transport : {"p2p", "mailbox"}) {
     for (const auto& [lanes, nodes] : {std::pair{1, 5}, std::pair{8, 5}, std::pair{8, 16}, std::pair{64, 6}})
-      cases.push_back({transport, lanes, nodes});
+      cases.push_back({transport, lanes, nodes, rounds, replays});
   }
   // Before any use of CUDA, which does not survive a fork.
   std::vector<Segment> memory;
@@ -300,7 +303,7 @@ int main(int count, char** arguments) {
     int code = 0;
     for (std::size_t i = 0; i < cases.size() && code == 0; ++i) {
       std::byte* const shared = memory[i].data();
-      code = run(rank, cases[i], rounds, *reinterpret_cast<Shared*>(shared), shared + (1 << 20));
+      code = run(rank, cases[i], *reinterpret_cast<Shared*>(shared), shared + (1 << 20));
       std::fflush(stdout);
     }
     _exit(code);

@@ -125,7 +125,8 @@ def main() -> None:
                     row |= {name: way[name] for name in ("one_way_us", "one_way_p99_us", "push_us")}
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         commit = arguments.commit or git.stdout.strip()
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
+        found = [{**row, "commit": commit} for row in found]
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         arguments.out.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
     dist.destroy_process_group()
 

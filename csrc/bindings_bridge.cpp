@@ -240,7 +240,8 @@ void bind_drafter(py::module_& m) {
             }
             std::map<std::string, std::tuple<std::uintptr_t, std::string, std::vector<std::int64_t>>> found;
             const auto put = [&](const char* name, const TensorView& view) {
-              found[name] = {reinterpret_cast<std::uintptr_t>(view.data), name_of(view.dtype),
+              found[name] = {reinterpret_cast<std::uintptr_t>(view.data),
+                             name_of(view.dtype),
                              {view.shape.begin(), view.shape.begin() + view.rank}};
             };
             if (!rows) return found;
@@ -253,7 +254,8 @@ void bind_drafter(py::module_& m) {
             put("seq_lens", rows->seq_lens);
             return found;
           },
-          py::arg("wait"), "As next, for an engine on another device: by name address, type and shape, in shared memory.")
+          py::arg("wait"),
+          "As next, for an engine on another device: by name address, type and shape, in shared memory.")
       .def(
           "reply",
           [](DrafterServer& self, const FollowerTensors& results, bool draft) {

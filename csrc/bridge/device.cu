@@ -1,6 +1,7 @@
 // What p2p, mailbox and nccl share; see device.h. No kernels: those are in push.cu.
 #include "bridge/device.h"
 
+#include <cstdlib>
 #include <new>
 
 namespace eaglex::bridge {
@@ -59,7 +60,15 @@ DeviceMemory device_memory(std::size_t bytes) {
   return memory;
 }
 
-DeviceBridge::DeviceBridge(Group& group, const BridgeSetup& setup) : group_(group), setup_(setup), deadline_(setup.deadline) {
+bool may_overlap(int device) {
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
+  const char* const set = std::getenv("EAGLEX_PDL");
+  return major >= 9 && (set == nullptr || std::string(set) != "0");
+}
+
+DeviceBridge::DeviceBridge(Group& group, const BridgeSetup& setup)
+    : group_(group), setup_(setup), deadline_(setup.deadline) {
   const OnDevice here(setup.device);
   const MessageShape shape = group.terms().shape();
   state_ = device_memory(sizeof(PushState));
@@ -74,6 +83,7 @@ DeviceBridge::DeviceBridge(Group& group, const BridgeSetup& setup) : group_(grou
   channel_.state = static_cast<PushState*>(state_.get());
   channel_.staging = static_cast<std::byte*>(staging_.get());
   channel_.status = status_;
+  channel_.overlaps = may_overlap(setup.device);
   channel_.num_receivers = group.terms().num_ranks - 1;
   set_deadline(setup.deadline);
 }

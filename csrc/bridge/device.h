@@ -44,6 +44,9 @@ using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 // Zeroed when this returns.
 [[nodiscard]] DeviceMemory device_memory(std::size_t bytes);
 
+// Whether kernels on this device may be launched by programmatic dependence; EAGLEX_PDL=0 says no.
+[[nodiscard]] bool may_overlap(int device);
+
 class DeviceBridge : public Bridge {
  public:
   DeviceBridge(Group& group, const BridgeSetup& setup);

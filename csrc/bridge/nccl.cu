@@ -129,8 +129,8 @@ class NcclBridge final : public DeviceBridge {
   // A non-blocking call goes on in a thread of NCCL's; until it has ended, nothing may follow it.
   void finish(int result, const char* what) {
     library_.check(result, what);
-    const Time deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                             std::chrono::duration<double>(seconds()));
+    const Time deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds()));
     for (int polls = 0; result == kNcclInProgress; ++polls) {
       const Comm comm = comm_;
       if (comm == nullptr) fail(ErrorCode::kBridge, "nccl ", what, ": expected it to end, got an abort");
@@ -152,8 +152,8 @@ class NcclBridge final : public DeviceBridge {
     cudaStream_t stream = nullptr;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
     const OwnStream owner(stream);
-    const Time deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                             std::chrono::duration<double>(seconds()));
+    const Time deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds()));
     for (const std::size_t bytes : {shape.bytes(1), shape.max_bytes()}) broadcast(bytes, stream);
     cudaError_t state = cudaErrorNotReady;
     while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady) {

@@ -43,6 +43,15 @@ __device__ int threads() {
   return static_cast<int>(blockDim.x);
 }
 
+// Lets the kernel behind this one begin to start, and waits for the end of the one in front: nothing of the device's memory
+// is touched before it.
+__device__ void after_producers() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <typename T>
 __device__ T read_now(const T* from) {
   return *static_cast<const volatile T*>(from);
@@ -116,7 +125,8 @@ struct Sender {
       reinterpret_cast<std::uint64_t*>(channel.staging)[i] = word;
       return;
     }
-    for (int r = 0; r < channel.num_receivers; ++r) store_packet(channel.inboxes[r] + slot + i, {low, flag, high, flag});
+    for (int r = 0; r < channel.num_receivers; ++r)
+      store_packet(channel.inboxes[r] + slot + i, {low, flag, high, flag});
   }
 };
 
@@ -179,7 +189,8 @@ struct Tile {
       if (up != 0 || depth > num_steps) bad[lane] = 1;
     }
   }
-  __device__ void send(const Sender& sender, const TreeSource& source, const LaneList& lanes, int first, int here) const {
+  __device__ void send(const Sender& sender, const TreeSource& source, const LaneList& lanes, int first,
+                       int here) const {
     const int nodes = source.num_drafted;
     for (int lane = thread(); lane < here; lane += threads()) {
       const std::int64_t slot = lanes.slots[first + lane];
@@ -203,9 +214,10 @@ struct Tile {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    push_kernel(const __grid_constant__ PushChannel channel, const __grid_constant__ TreeSource source,
-                const __grid_constant__ LaneList lanes, Verdict verdict) {
+    push_kernel(const __grid_constant__ LaneList lanes, Verdict verdict, const __grid_constant__ TreeSource source,
+                const __grid_constant__ PushChannel channel) {
   __shared__ Tile tile;
+  after_producers();
   const int nodes = source.num_drafted;
   const int tile_lanes = nodes > 0 ? min(kTileLanes, kTileNodes / nodes) : kTileLanes;
   // All that this side counts, on its way while the drafts are.
@@ -347,10 +359,11 @@ __device__ void unpack(const Message& message, const LaneList& lanes, int nodes,
 }
 
 __global__ void __launch_bounds__(kThreads)
-    receive_kernel(const __grid_constant__ PushChannel channel, const __grid_constant__ DraftResults results,
-                   int num_slots, const __grid_constant__ LaneList lanes) {
+    receive_kernel(const __grid_constant__ LaneList lanes, int num_slots, const __grid_constant__ DraftResults results,
+                   const __grid_constant__ PushChannel channel) {
   __shared__ std::uint64_t small[kTileNodes];
   __shared__ std::int32_t sent_lanes;
+  after_producers();
   const MessageShape shape = channel.shape;
   const auto count = static_cast<std::uint32_t>(lanes.count);
   const std::size_t packets = packets_of(shape.bytes(count));
@@ -367,7 +380,7 @@ __global__ void __launch_bounds__(kThreads)
   bool there = true;
   if (channel.inbox != nullptr) {
     if (packets <= kTileNodes) words = small;
-    const Incoming incoming = {channel, channel.inbox + slot_at(shape, epoch), flag_of(epoch), words, lanes.count,
+    const Incoming incoming = {channel,    channel.inbox + slot_at(shape, epoch), flag_of(epoch), words, lanes.count,
                                &sent_lanes};
     there = incoming.take_all(packets);
     // The inbox may be written again: all of it that is read has been.
@@ -408,16 +421,28 @@ __global__ void mark_kernel(PushState* state, PushStatus* status, Mark mark) {
   }
 }
 
+enum class Overlap : bool { kOff, kOn };
+
 template <typename... Params, typename... Args>
-void launch(const char* what, void (*kernel)(Params...), unsigned num_threads, Stream stream, const Args&... args) {
+void launch(const char* what, void (*kernel)(Params...), unsigned num_threads, Overlap overlap, Stream stream,
+            const Args&... args) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(1);
   config.blockDim = dim3(num_threads);
   config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = overlap == Overlap::kOn ? 1 : 0;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // it must not surface again in somebody else's check
   fail(ErrorCode::kDevice, what, ": expected a launch, got ", cudaGetErrorString(status));
+}
+
+Overlap overlap_of(const PushChannel& channel) {
+  return channel.overlaps ? Overlap::kOn : Overlap::kOff;
 }
 
 // One per packet; barriers of fewer threads are shorter.
@@ -431,17 +456,19 @@ unsigned threads_for(const PushChannel& channel, const LaneList& lanes) {
 void launch_push(const PushChannel& channel, const TreeSource& source, const LaneList& lanes, Verdict verdict,
                  Stream stream) {
   expect_range("push lanes", lanes.count, 1, channel.shape.max_lanes);
-  launch("push", push_kernel, threads_for(channel, lanes), stream, channel, source, lanes, verdict);
+  launch("push", push_kernel, threads_for(channel, lanes), overlap_of(channel), stream, lanes, verdict, source,
+         channel);
 }
 
 void launch_receive(const PushChannel& channel, const DraftResults& results, int num_slots, const LaneList& lanes,
                     Stream stream) {
   expect_range("receive lanes", lanes.count, 1, channel.shape.max_lanes);
-  launch("receive", receive_kernel, threads_for(channel, lanes), stream, channel, results, num_slots, lanes);
+  launch("receive", receive_kernel, threads_for(channel, lanes), overlap_of(channel), stream, lanes, num_slots, results,
+         channel);
 }
 
 void launch_mark(const PushChannel& channel, Mark mark, Stream stream) {
-  launch("mark", mark_kernel, 1U, stream, channel.state, channel.status, mark);
+  launch("mark", mark_kernel, 1U, Overlap::kOff, stream, channel.state, channel.status, mark);
 }
 
 }  // namespace eaglex::bridge

@@ -60,18 +60,20 @@ struct PushState {
 };
 
 // One side's fixed part; all pointers are as the device of this side reaches them. `p2p` and `mailbox` have inboxes and
-// acknowledgements; without them the message is packed into, or taken from, `staging` alone.
+// acknowledgements; without them the message is packed into, or taken from, `staging` alone. What every message needs
+// comes first: a kernel's parameters arrive line by line.
 struct PushChannel {
-  MessageShape shape;
   PushState* state = nullptr;
-  std::byte* staging = nullptr;  // one message of max_bytes(), rounded up to 8
+  MessageShape shape;
+  int num_receivers = 0;                // rank 0
+  const std::uint64_t* acks = nullptr;  // rank 0: [receivers], an epoch up to which each has taken all
+  const Packet* inbox = nullptr;        // elsewhere: this rank's own
+  std::uint64_t* ack = nullptr;         // elsewhere: this rank's word for rank 0
+  Packet* inboxes[kMaxRanks] = {};      // rank 0: each receiver's
+  std::byte* staging = nullptr;         // one message of max_bytes(), rounded up to 8
   PushStatus* status = nullptr;
   std::uint64_t deadline_ns = 0;
-  int num_receivers = 0;                   // rank 0
-  Packet* inboxes[kMaxRanks] = {};         // rank 0: each receiver's
-  const std::uint64_t* acks = nullptr;     // rank 0: [receivers], an epoch up to which each has taken all
-  const Packet* inbox = nullptr;           // elsewhere: this rank's own
-  std::uint64_t* ack = nullptr;            // elsewhere: this rank's word for rank 0
+  bool overlaps = false;  // launches may begin while the kernel in front of them ends (PDL, from sm_90 on)
 };
 
 // Packs these lanes out of the results and sends them; afterwards the results hold exactly what was sent.

@@ -22,8 +22,8 @@ enum class Transport : std::uint8_t {
 
 struct BridgeSetup {
   Transport transport = Transport::kShm;
-  int device = 0;               // CUDA device of the results, with all but kShm
-  Clock::duration deadline{};   // of every wait for another rank
+  int device = 0;              // CUDA device of the results, with all but kShm
+  Clock::duration deadline{};  // of every wait for another rank
 };
 
 // Throws ErrorCode::kDevice where this build, or this machine, has no such transport.

@@ -178,7 +178,8 @@ TEST_CASE("push: more lanes than one tile of the kernel holds") {
   std::vector<std::byte> bytes(packets_of(shape.max_bytes()) * 8);
   world.sender.shape = shape;
   for (std::size_t r = 0; r < kReceivers; ++r) world.sender.inboxes[r] = boxes[r].data();
-  std::vector<std::int64_t> tokens((kMany + 1) * kNodes), got_tokens(tokens.size()), lens(kMany + 1), got_lens(kMany + 1);
+  std::vector<std::int64_t> tokens((kMany + 1) * kNodes), got_tokens(tokens.size()), lens(kMany + 1),
+      got_lens(kMany + 1);
   std::vector<std::int32_t> parents(tokens.size()), got_parents(tokens.size()), nodes(kMany + 1), got_nodes(kMany + 1);
   std::vector<std::int64_t> slots(kMany), wanted(kMany);
   for (std::size_t i = 0; i < kMany; ++i) {

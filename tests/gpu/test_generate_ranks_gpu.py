@@ -21,7 +21,6 @@ import torch.distributed as dist
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.xdist_group("generate"),
 ]
 
 SMALL = {"vocab_size": 16, "num_attention_heads": 8, "num_key_value_heads": 8}
