@@ -25,7 +25,7 @@ BUILD = build/$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)'
 CXX_FILES = $(sort $(foreach e,h cpp cu cuh,$(shell find csrc bench tests/cpp tests/emulator -name '*.$(e)' 2>/dev/null)))
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help test demo build lint format tidy ctest pytest cuda stubs clean
+.PHONY: help test demo build lint format tidy ctest pytest cuda sanitize stubs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -75,6 +75,14 @@ cuda: $(INSTALLED)  ## compile the CUDA sources and benchmarks (EAGLEX_CUDA_ARCH
 	  -DEAGLEX_OUTPUT_DIR=$(CURDIR)/build-cuda/module
 	cmake --build build-cuda --parallel $(MAX_JOBS)
 	cd build-cuda/module && $(abspath $(PY)) -c "import _C"  # it must load where there is no driver
+
+SANITIZED ?= holes or bad_indices or reused_slot
+sanitize: build cuda  ## compute-sanitizer over the streaming kernels and whole cycles (on a GPU, about a minute)
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  sanitizer="compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 20" && \
+	  $$sanitizer build-cuda/bench_steps small && \
+	  $$sanitizer $(PY) -m pytest -q -p no:xdist tests/gpu/test_cuda_streamed.py -k "$(SANITIZED)" || exit 1; \
+	done
 
 stubs: build  ## regenerate eaglex/_C.pyi
 	$(PY) tools/stubs.py

@@ -2,10 +2,9 @@
 // engine, no decisions.
 //
 // Python fills:   DraftConfig, SpeculationConfig, EngineLimits, LayerWeights, DraftWeights, EngineTensors,
-// BatchTensors,
-//                 VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or any object with
-//                 __dlpack__ whose memory outlives the capsule).
-// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree; build_info().
+//                 BatchTensors, VerifyTensors (every field is writable; a tensor field takes None, a torch tensor or
+//                 any object with __dlpack__ whose memory outlives the capsule).
+// Python calls:   DraftEngine(device, …).warm_up / enqueue / run / tree, then mark / reached; build_info().
 // Tensors are borrowed: the Python side keeps them alive (eaglex/engine.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -71,7 +70,46 @@ TensorView view_of(const DLTensor& tensor) {
 }
 
 // torch tensors, read through their methods: about 1 µs each, where torch's __dlpack__ takes 10 and a cycle has a dozen
-// tensors.
+// tensors. Names are interned once: a string made for each look-up would cost as much as the look-up.
+struct Names {
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* get_device = PyUnicode_InternFromString("get_device");
+  PyObject* is_cuda = PyUnicode_InternFromString("is_cuda");
+};
+const Names& names() {
+  static const Names made;  // lives as long as the process, as the strings do
+  return made;
+}
+
+py::object owned(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+py::object get(py::handle object, PyObject* name) {
+  return owned(PyObject_GetAttr(object.ptr(), name));
+}
+py::object call(py::handle object, PyObject* name) {
+  return owned(PyObject_CallMethodNoArgs(object.ptr(), name));
+}
+
+// Whether borrow_torch can read it. The type of the last that it can is kept alive, and told by its address.
+bool is_torch(py::handle object) {
+  static PyObject* known = nullptr;  // guarded by the GIL
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
+  if (type == known) return true;
+  if (PyObject_HasAttr(object.ptr(), names().data_ptr) == 0 ||
+      PyObject_HasAttr(object.ptr(), names().get_device) == 0) {
+    return false;
+  }
+  Py_INCREF(type);
+  Py_XDECREF(known);
+  known = type;
+  return true;
+}
+
 DType torch_dtype(py::handle dtype) {
   static std::unordered_map<PyObject*, DType> known;  // dtypes live as long as torch; guarded by the GIL
   const auto found = known.find(dtype.ptr());
@@ -88,17 +126,17 @@ DType torch_dtype(py::handle dtype) {
 }
 
 TensorView borrow_torch(py::handle object) {
-  const py::tuple shape = object.attr("shape");
-  const py::tuple stride = object.attr("stride")();
+  const py::tuple shape = get(object, names().shape);
+  const py::tuple stride = call(object, names().stride);
   if (shape.size() > eaglex::kMaxRank) {
     eaglex::fail(ErrorCode::kShape, "expected at most ", eaglex::kMaxRank, " dimensions, got ", shape.size());
   }
   TensorView view;
-  view.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<std::uintptr_t>());  // NOLINT
-  view.dtype = torch_dtype(object.attr("dtype"));
-  const int index = object.attr("get_device")().cast<int>();  // -1 on the CPU
+  view.data = reinterpret_cast<void*>(call(object, names().data_ptr).cast<std::uintptr_t>());  // NOLINT
+  view.dtype = torch_dtype(get(object, names().dtype));
+  const int index = call(object, names().get_device).cast<int>();  // -1 on the CPU
   if (index >= 0) {
-    if (!object.attr("is_cuda").cast<bool>()) {
+    if (!get(object, names().is_cuda).cast<bool>()) {
       eaglex::fail(ErrorCode::kShape, "expected memory of the CPU or of CUDA, got ",
                    std::string(py::str(object.attr("device"))));
     }
@@ -127,7 +165,7 @@ TensorView borrow_dlpack(py::handle object) {
 
 // What `field` was given, or an error that names it.
 void assign(TensorView& to, py::handle value, const std::string& field) {
-  const bool torch = py::hasattr(value, "data_ptr") && py::hasattr(value, "get_device");
+  const bool torch = is_torch(value);
   if (!value.is_none() && !torch && !py::hasattr(value, "__dlpack__")) {
     eaglex::fail(ErrorCode::kShape, field, ": expected a tensor or None, got ",
                  std::string(py::str(py::type::of(value).attr("__name__"))));
@@ -335,8 +373,13 @@ void bind_engine(py::module_& m) {
             return self.reads_original(reinterpret_cast<const void*>(matrix));  // NOLINT
           },
           py::arg("matrix"))
+      .def(
+          "mark", [=](DraftEngine& self, std::uintptr_t stream) { return self.mark(as_stream(stream)); },
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("reached", &DraftEngine::reached)
       .def_property_readonly("backend_name", &DraftEngine::backend_name)
-      .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes);
+      .def_property_readonly("workspace_bytes", &DraftEngine::workspace_bytes)
+      .def_property_readonly("prepared_bytes", &DraftEngine::prepared_bytes);
 }
 
 }  // namespace
@@ -368,6 +411,7 @@ PYBIND11_MODULE(_C, m) {
   bind_tensors(m);
   bind_engine(m);
   eaglex::bindings::bind_bridge(m);
+  m.attr("NEVER") = eaglex::Backend::kNever;
   m.attr("MAX_STEPS") = eaglex::kMaxSteps;
   m.attr("MAX_TOPK") = eaglex::kMaxTopk;
   m.attr("MAX_DRAFT_TOKENS") = eaglex::kMaxDraftTokens;

@@ -19,6 +19,8 @@ from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from eaglex.packed import Weight
     from eaglex.weights import DraftWeights
 
@@ -140,15 +142,18 @@ class DraftEngine:
 
     `req_to_token` [num_slots, max_context] int32 maps a request's positions to KV slots (< 0: no K and V there, not
     attended to); `draft_k`, `draft_v` hold per layer [num_kv_slots, num_kv_heads, head_dim] in float32, float16 or
-    bfloat16. The engine is the only writer of the latter; all three are borrowed, and so are the weights. Where the
-    engine keeps matrices in an order of its own, it lets go of those that it does not read again: their memory is
-    free once the caller has dropped them too. Raises ConfigError, ShapeError,
-    DeviceError, before memory is taken. For one thread at a time.
-    """
+    bfloat16. The engine is the only writer of the latter; all three are borrowed, and so are the weights. Raises
+    ConfigError, ShapeError, DeviceError, before memory is taken. For one thread at a time.
 
-    # Inputs of launches that may still run on the device are kept alive that many calls long, per kind of call. The
-    # ring of parameter blocks is no deeper, so the host cannot run further ahead.
-    _KEPT_CALLS = 8
+    Where the engine keeps matrices in an order of its own (`prepared_bytes`), it lets go of those that it does not read
+    again: their memory is free once the caller has dropped them too. Until it is made the device holds all of fc, the
+    layers and lm_head twice: that much must be free (docs/kernels.md, Memory).
+
+    `stream` of the calls below is a cudaStream_t as int, 0 the legacy default stream. What a call was given is kept
+    alive until it has run, or, where the host captures the stream, as long as the engine. CUDA refuses the legacy
+    default stream (DeviceError) while any thread of the process captures in global mode: hosts that capture while
+    eaglex drafts give it a stream of its own.
+    """
 
     def __init__(
         self,
@@ -194,8 +199,7 @@ class DraftEngine:
             or self._engine.reads_original(weight.data_ptr())
         ]
         self._bound = (*matrices, inv_freq, req_to_token, *draft_k, *draft_v, *results)
-        self._kept_batches: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
-        self._kept_trees: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
+        self._inputs = _Inputs(self._engine, binary.NEVER)
 
     def warm_up(self) -> None:
         """To be called by a host at its start, as the model is loaded: capture the graphs of all batch sizes.
@@ -207,12 +211,12 @@ class DraftEngine:
         self._engine.warm_up()
 
     def enqueue(self, batch: DraftBatch, stream: int = 0) -> None:
-        """One cycle as raw launches on `stream` (a cudaStream_t as int; 0 the default stream), capturable by a host."""
-        self._engine.enqueue(self._batch(batch), stream)
+        """One cycle as raw launches on `stream`, capturable by a host."""
+        self._call(self._engine.enqueue, self._binary.BatchTensors(), _fields(batch), stream)
 
     def run(self, batch: DraftBatch, stream: int = 0) -> None:
         """One cycle as one launch: extend by the batch's rows, draft K steps, write the results by request slot."""
-        self._engine.run(self._batch(batch), stream)
+        self._call(self._engine.run, self._binary.BatchTensors(), _fields(batch), stream)
 
     def tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
@@ -222,9 +226,7 @@ class DraftEngine:
         A slot whose draft was not made for exactly seq_lens[b] gets none: its nodes are pads that nothing reaches.
         """
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        tensors = _verify_tensors(self._binary, out, ids)
-        self._kept_trees.append((*_fields(out).values(), *ids.values()))
-        self._engine.tree(tensors, stream)
+        self._call(self._engine.tree, self._binary.VerifyTensors(), _verify_fields(self._binary, out, ids), stream)
 
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""
@@ -240,13 +242,43 @@ class DraftEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that was planned beside weights, KV pool and results."""
+        """Device memory that was planned beside weights, KV pool and results; graphs come on top (docs/kernels.md)."""
         return int(self._engine.workspace_bytes)
 
-    def _batch(self, batch: DraftBatch) -> Any:
-        fields = _fields(batch)
-        self._kept_batches.append(tuple(fields.values()))
-        return _fill(self._binary.BatchTensors(), **fields)
+    @property
+    def prepared_bytes(self) -> int:
+        """Device memory of the weights in the engine's own order: 0 where it reads them as they came."""
+        return int(self._engine.prepared_bytes)
+
+    def _call(self, launch: Callable[[Any, int], None], target: Any, fields: dict[str, Any], stream: int) -> None:
+        tensors = _fill(target, **fields)
+        try:
+            launch(tensors, stream)
+        finally:  # also after half a cycle
+            self._inputs.keep(tuple(fields.values()), stream)
+
+
+class _Inputs:
+    """What calls were given, kept alive until they have run: their memory may come from another stream's pool, which
+    would hand it out again at once.
+    """
+
+    def __init__(self, engine: Any, never: int) -> None:
+        self._engine, self._never = engine, never
+        self._running: collections.deque[tuple[int, object]] = collections.deque()  # by number, oldest first
+        self._captured: list[object] = []
+
+    def keep(self, tensors: object, stream: int) -> None:
+        """After a call on `stream`; lets go of what calls before it have done with. About 2 µs."""
+        if self._running:
+            reached = self._engine.reached()
+            while self._running and self._running[0][0] <= reached:
+                self._running.popleft()
+        number = self._engine.mark(stream)
+        if number == self._never:
+            self._captured.append(tensors)
+        elif number > 0:
+            self._running.append((number, tensors))
 
 
 def _extension() -> Any:
@@ -269,14 +301,22 @@ def _fill(target: Any, **values: Any) -> Any:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
+    kind = type(owner)
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return {name: getattr(owner, name) for name in _NAMES[kind]}
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}  # dataclasses.fields() costs more than the look-ups, several times a cycle
 
 
 def _verify_tensors(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> Any:
     """The binary's form of `tree`'s arguments; ids holds req_pool_indices, seq_lens and bonus_tokens."""
-    fields = _fields(out) | ids
-    fields["mask_mode"] = getattr(binary.MaskMode, out.mask_mode.name)
-    return _fill(binary.VerifyTensors(), **fields)
+    return _fill(binary.VerifyTensors(), **_verify_fields(binary, out, ids))
+
+
+def _verify_fields(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> dict[str, Any]:
+    return _fields(out) | ids | {"mask_mode": getattr(binary.MaskMode, out.mask_mode.name)}
 
 
 def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:

@@ -6,7 +6,9 @@ between blocks, the rounding of the tensor cores, time.
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 import test_cuda_engine
@@ -27,7 +29,8 @@ from test_cuda_engine import *  # noqa: F403
 from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
 from test_cuda_tree import *  # noqa: F403
 
-from eaglex.config import SpeculationConfig
+from eaglex.config import MaskMode, SpeculationConfig
+from eaglex.engine import VerifyTensors
 from eaglex.engine import _extension as built  # before the emulator takes its place
 from eaglex.errors import ConfigError
 from eaglex.packed import DraftQuant
@@ -119,6 +122,32 @@ def test_the_host_may_run_a_ring_ahead(emulator) -> None:
         assert torch.equal(now[1:7], then[1:7])
 
 
+@pytest.mark.parametrize("kind", ["run", "enqueue", "tree"])
+def test_inputs_live_until_their_launch_has_run(emulator, kind) -> None:
+    """However far the host runs ahead, and not longer."""
+    rig = make_rig()
+    rig.engine.run(rig.batch([Ask(0, 5, 1)]))  # captures the graphs
+    seen = []
+    with emulator.lagging():
+        for i in range(40):
+            batch = rig.batch([Ask(i % 6, 5, 1 + i % 5)])
+            seen.append(weakref.ref(batch.seq_lens))
+            if kind == "tree":
+                out = VerifyTensors.allocate(1, 5, MaskMode.QLEN_ONLY)
+                rig.engine.tree(out, req_pool_indices=batch.req_pool_indices, seq_lens=batch.seq_lens,
+                                bonus_tokens=batch.seq_lens)
+            else:
+                getattr(rig.engine, kind)(batch)
+            del batch
+            # A graph is one launch, and `run` waits for one where the ring is full; the others wait for nothing.
+            waiting = min(emulator.pending, len(seen)) if kind == "run" else len(seen)
+            assert waiting == min(len(seen), 8 if kind == "run" else 40)
+            assert all(ref() is not None for ref in seen[-waiting:])
+    rig.engine.run(rig.batch([Ask(0, 5, 1)]))
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
 @pytest.mark.parametrize("name", ["chain that stops", "tree"])
 def test_soak(name) -> None:
     """A short one against the CPU backend, which is that of the real extension."""
@@ -127,4 +156,5 @@ def test_soak(name) -> None:
         patch.setattr("eaglex.engine._extension", built)
         oracle = Rig(config, speculation, layout=Layout(**test_cuda_soak.LAYOUT))
     assert oracle.engine.backend_name == "cpu"
-    test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60)
+    tally = test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60).tally
+    assert tally.unclear <= max(3, tally.drafts // 200)

@@ -91,6 +91,7 @@ EXTRA_MODULES = {
     "eaglex/hosts/progress.py": {"tqdm"},
     "eaglex/hosts/sglang/": {"numpy", "transformers"},
     "eaglex/hosts/sglang/compat.py": {"sglang", "packaging"},
+    "eaglex/hosts/sglang/metrics.py": {"prometheus_client"},
 }
 # The spec may not lean on what it judges: torch, and its own other half.
 SPEC = {"eaglex/reference.py", "eaglex/reference_low_bit.py"}

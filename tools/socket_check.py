@@ -61,11 +61,11 @@ class Process:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, tool: str = __file__) -> None:
         places = {"CUDA_VISIBLE_DEVICES": self.devices, "SOCKET_PORT": str(self.port)}
         with self.result.with_suffix(".log").open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, *self.arguments], stdout=file, stderr=subprocess.STDOUT,
+                [sys.executable, tool, *self.arguments], stdout=file, stderr=subprocess.STDOUT,
                 env=os.environ | self.environment | places, start_new_session=True,
             )  # fmt: skip
 

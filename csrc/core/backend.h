@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <span>
 
@@ -33,6 +34,11 @@ class Backend {
   // Whether launches still read this matrix of prepare()'s where it lies. If not, it may be freed once bind() is done.
   [[nodiscard]] virtual bool reads_original(const void*) const { return true; }
 
+  // Device memory that was taken beside what allocate() was asked for: buffers between the kernels, and weights in the
+  // backend's own order (which take the place of the originals that reads_original() gives up). Known after bind().
+  [[nodiscard]] virtual std::size_t own_workspace_bytes() const noexcept { return 0; }
+  [[nodiscard]] virtual std::size_t own_weight_bytes() const noexcept { return 0; }
+
   // Makes `batch` the parameter block of the launches that follow, which go to `stream`.
   virtual void begin(const DraftBatch& batch, Stream stream) = 0;
   // Everything that a first cycle would otherwise do late: a backend with graphs captures `body` for every bucket. The
@@ -41,6 +47,13 @@ class Backend {
   // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it
   // captured.
   virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;
+
+  // How long a call's tensors are read. mark() ends a call and gives its number: 0 where it has run already, kNever
+  // where a host captures the stream, whose replays may read the tensors at any time. reached() is the number up to
+  // which all calls have run. Both cost about a microsecond and wait for nothing.
+  static constexpr std::uint64_t kNever = ~std::uint64_t{0};
+  virtual std::uint64_t mark(Stream) { return 0; }
+  [[nodiscard]] virtual std::uint64_t reached() { return 0; }
 
   virtual void admit() = 0;  // lane status, new length: which requests are drafted for
   virtual void fuse(const FuseParams& params) = 0;

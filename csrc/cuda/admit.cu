@@ -1,5 +1,4 @@
-// admit: status and new length per lane, the slot's old result voided (core/lane.h: admit_lane, rows checked side by
-// side).
+// admit: status and new length per lane, the slot's old result voided (core/lane.h: admit_lane, rows side by side).
 // Caller: first in every cycle.
 // Bytes: 12 to 16 per row (input id, KV slot), 60 per lane.
 // Mapping: one CTA per lane, one thread per row, strided.

@@ -1,10 +1,8 @@
 // attention: softmax(q kᵀ / √D) v over the prefix in the paged pool and the node's ancestors in the scratch.
 // Caller: per layer, after qkv.
-// Bytes: K and V of prefix and scratch once per kv head and block of 16 queries; queries of one kv head share them
-// (GQA).
-// Mapping: grid (workers over shares of the keys, kv heads × blocks of queries, lanes or rows); then one CTA per row
-// and head
-//          combines the shares in fixed order. They depend on the number of keys alone, so a result does not depend on the batch.
+// Bytes: K and V of prefix and scratch once per kv head and block of 16 queries; queries of a kv head share them (GQA).
+// Mapping: grid (workers over shares of the keys, kv heads × blocks of queries, lanes or rows); then one CTA per row and
+// head combines the shares in fixed order. They depend on the number of keys alone, so a result does not on the batch.
 #include <algorithm>
 
 #include "cuda/kernels.h"

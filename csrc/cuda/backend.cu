@@ -1,10 +1,13 @@
-// The plain chain: planning, the parameter block, and each step as its launches.
+// Binding, the parameter block, graphs, and each step as its launches.
 #include "cuda/backend.h"
 
 #include <algorithm>
 
+#include <unordered_set>
+
 #include "cuda/factory.h"
 #include "cuda/kernels.h"
+#include "cuda/stream/steps.h"
 
 namespace eaglex {
 
@@ -17,24 +20,28 @@ std::unique_ptr<Backend> make_cuda_backend(int device) {
 namespace eaglex::cuda {
 namespace {
 
-constexpr std::size_t kChunkBytes = std::size_t{64} << 20;  // of each kind of buffer
-constexpr int kOldest = 8;                                  // sm_80: cp.async and bf16 products
-
-int per_row(std::size_t bytes_per_row, int most) {
-  const auto rows = static_cast<long long>(kChunkBytes / bytes_per_row);
-  return static_cast<int>(std::clamp<long long>(rows, 16, std::max(most, 16)));
-}
+constexpr int kOldest = 8;  // sm_80: cp.async and bf16 products
 
 // Calls f(range) for the launch's rows in chunks of at most `chunk`. Those of a prompt are equal, and whole tiles.
 template <typename F>
 void in_chunks(const Rows& rows, int chunk, F&& f) {
   constexpr int kTile = 128;
+  if (chunk == 0) fail(ErrorCode::kDevice, "plain chain: expected only what bind() planned for, got another launch");
   if (rows.pass == Pass::kExtendAll && rows.max_rows > chunk && chunk >= kTile) {
     const int even = ceil_div(rows.max_rows, ceil_div(rows.max_rows, chunk));
     chunk = std::min(chunk, ceil_div(even, kTile) * kTile);
   }
   for (int first = 0; first < rows.max_rows; first += chunk)
     f(RowRange{rows, first, std::min(chunk, rows.max_rows - first)});
+}
+
+// Memory for what `carve` takes from a Workspace, which it is asked twice.
+template <typename Allocate, typename Carve>
+auto planned(Allocate&& allocate, Carve&& carve) {
+  Workspace count;
+  static_cast<void>(carve(count));
+  Workspace workspace(allocate(count.used()));
+  return carve(workspace);
 }
 
 std::byte* at_row(void* data, std::int64_t row, std::int64_t width, DType type) {
@@ -84,14 +91,18 @@ void CudaBackend::bind(const EngineContext& context) {
   expect_range("max_batch * topk", static_cast<long long>(context.limits.max_batch) * context.speculation.topk, 1,
                kMaxGrid);
   prepare_attention(context.config);
-  plan();
-  Workspace count;
-  carve(count);
-  Workspace workspace(allocate(count.used()));
-  carve(workspace);
-  chain_ = {context_, buffers_.block.batch, buffers_.block.drafting};
-  graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, buffers_.block);
+  const auto take = [this](std::size_t bytes) {
+    workspace_bytes_ += bytes;
+    return allocate(bytes);
+  };
+  block_ = planned(take, [](Workspace& workspace) {
+    return DeviceBlock{workspace.take<DraftBatch>(1), workspace.take<std::int32_t>(kMaxSteps + 1)};
+  });
   bind_fast();
+  buffers_ =
+      planned(take, [&](Workspace& workspace) { return Buffers::carve(context_, type_, plain_work(), workspace); });
+  chain_ = {context_, block_.batch, block_.drafting};
+  graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, block_);
 }
 
 void CudaBackend::bind_fast() {
@@ -100,85 +111,115 @@ void CudaBackend::bind_fast() {
   setup.pool_k = k_;
   setup.pool_v = v_;
   setup.weights = weights_;
-  setup.batch = buffers_.block.batch;
-  setup.drafting = buffers_.block.drafting;
-  setup.device = [this](std::size_t bytes) { return allocate(bytes); };
+  setup.batch = block_.batch;
+  setup.drafting = block_.drafting;
+  std::size_t taken = 0;
+  setup.device = [&](std::size_t bytes) {
+    taken += bytes;
+    return allocate(bytes);
+  };
   setup.pinned = [this](std::size_t bytes) {
     failed_ = allocate_pinned(bytes);
     return failed_.get();
   };
   fast_ = FastChain::make(setup);
+  if (!fast_) return;
+  weight_bytes_ = tile_bytes();
+  workspace_bytes_ += taken - weight_bytes_;
 }
 
-void CudaBackend::plan() {
-  const DraftConfig& config = context_.config;
-  const int frontier = context_.limits.max_batch * context_.speculation.topk;
-  const int most = std::max(context_.limits.max_rows, frontier);
-  const auto input = static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_);
-  const auto raw = static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()) * sizeof(float);
-  const auto whole_lanes = [k = context_.speculation.topk](int rows) { return std::max(rows / k, 1) * k; };
-  plan_.rows = per_row(std::max(input, raw), most);
-  const auto logits = static_cast<std::size_t>(config.draft_vocab_size) * sizeof(float);
-  plan_.head_rows = std::min(per_row(logits, frontier), plan_.rows);
-  plan_.attention_rows = whole_lanes(per_row(attention_partial_floats(config) * sizeof(float), most));
+// As FastChain lays them out: matrices that are read together, each once.
+std::size_t CudaBackend::tile_bytes() const {
+  constexpr int kBits = 16;
+  std::unordered_set<const void*> seen;
+  std::size_t bytes = 0;
+  for (const Linear& linear : weights_) {
+    if (!seen.insert(linear.parts[0].data).second) continue;
+    std::int64_t rows = 0;
+    for (int i = 0; i < linear.num_parts; ++i) rows += linear.parts[i].shape[0];
+    bytes += stream::tile_bytes(rows, linear.parts[0].shape[1], kBits);
+  }
+  return bytes;
 }
 
-void CudaBackend::carve(Workspace& workspace) {
-  const DraftConfig& config = context_.config;
-  const auto rows = static_cast<std::size_t>(plan_.rows);
-  const auto head_rows = static_cast<std::size_t>(plan_.head_rows);
-  buffers_.block = {workspace.take<DraftBatch>(1), workspace.take<std::int32_t>(kMaxSteps + 1)};
-  buffers_.x = workspace.take_bytes(
-      rows * static_cast<std::size_t>(std::max(config.aux_width(), 2 * config.hidden_size)) * size_of(type_));
-  buffers_.raw = workspace.take<float>(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
-  buffers_.logits = workspace.take<float>(head_rows * static_cast<std::size_t>(config.draft_vocab_size));
-  buffers_.ranked = workspace.take<float>(head_rows * head_partial_floats(context_));
-  buffers_.attention =
-      workspace.take<float>(static_cast<std::size_t>(plan_.attention_rows) * attention_partial_floats(config));
+// Three parts are q, k and v: where q_proj is read by the fast chain alone, so is all that follows it.
+PlainWork CudaBackend::plain_work() const {
+  if (!fast_ || !stream::attends(stream::current_device(), context_.config.head_dim)) return PlainWork::kAll;
+  const bool whole = std::ranges::any_of(weights_, [this](const Linear& linear) {
+    return linear.num_parts == 3 && fast_->reads_original(linear.parts[0].data);
+  });
+  return whole ? PlainWork::kAll : PlainWork::kPrompts;
 }
 
-// ------------------------------------------------------------------------------------------------------- block and
-// graphs
+// -------------------------------------------------------------------------------------------------- block and graphs
 
 void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
   if (fast_) fast_->check();
   batch_ = batch;
   stream_ = static_cast<cudaStream_t>(stream);
   launch_lanes_ = batch.batch;
-  capturing_ = false;
+  purpose_ = Purpose::kRun;
 }
 
-// All at once, so that later cycles allocate nothing, whatever their size. A cycle of the most rows is captured too and
-// thrown away: that brings the kernels of prompts, and the few that no graph holds, onto the device.
+std::uint64_t CudaBackend::mark(Stream stream) {
+  const DeviceGuard guard(device_);
+  return calls_.mark(static_cast<cudaStream_t>(stream));
+}
+
+std::uint64_t CudaBackend::reached() {
+  const DeviceGuard guard(device_);
+  return calls_.reached();
+}
+
+// All at once, so that later cycles allocate nothing, whatever their size.
 void CudaBackend::warm_up(const std::function<void(int, int)>& body) {
   if (graphs_->captured()) return;
   const DeviceGuard guard(device_);
   const cudaStream_t stream = stream_;
-  capturing_ = true;
   const auto capture = [&](Graphs::Bucket size, cudaStream_t to) {
     stream_ = to;
     launch_lanes_ = size.lanes;
     body(size.lanes, size.rows);
   };
   const auto restore = [&] {
-    capturing_ = false;
+    purpose_ = Purpose::kRun;
     stream_ = stream;
     launch_lanes_ = batch_.batch;
   };
   try {
-    graphs_->discard([&](cudaStream_t to) {
-      launch_store_block(batch_, buffers_.block, to);
-      capture({context_.limits.max_batch, context_.limits.max_rows}, to);
-      VerifyBatch verify;
-      verify.batch = 1;
-      launch_tree(context_, verify, num_sms_, to);
-    });
+    purpose_ = Purpose::kRehearsal;
+    rehearse(capture);
+    purpose_ = Purpose::kGraph;
     graphs_->capture_all(capture);
   } catch (...) {
     restore();
     throw;
   }
   restore();
+}
+
+// Raw launches choose among kernels by the number of rows, and by whether the fast chain can read them: one cycle of
+// each choice, captured and thrown away. Without that the first prompt would load its kernels while the server runs,
+// which allocates and may wait for the whole device.
+void CudaBackend::rehearse(const std::function<void(Graphs::Bucket, cudaStream_t)>& capture) {
+  constexpr int kRows[] = {8, 16, 32, 64, 128, 511};  // the last: all but the products that are for Hopper alone
+  const EngineLimits& limits = context_.limits;
+  const auto cycle = [&](int rows) {
+    for (const bool readable : {true, false}) {
+      readable_ = readable;
+      graphs_->discard([&](cudaStream_t to) {
+        launch_store_block(batch_, block_, to);
+        capture({std::min(limits.max_batch, rows), rows}, to);
+        VerifyBatch verify;
+        verify.batch = 1;
+        launch_tree(context_, verify, num_sms_, to);
+      });
+    }
+  };
+  for (const int rows : kRows) {
+    if (rows < limits.max_rows) cycle(rows);
+  }
+  cycle(limits.max_rows);
 }
 
 void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)>& body) {
@@ -193,19 +234,18 @@ void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)
   graphs_->launch(bucket, batch_, stream_);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// steps
+// -------------------------------------------------------------------------------------------------------------- steps
 
 GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight) const {
   GemmParams params;
-  params.batch = buffers_.block.batch;
+  params.batch = block_.batch;
   params.pass = range.rows.pass;
-  params.drafting = drafting_flag(buffers_.block.drafting, range.rows);
+  params.drafting = drafting_flag(block_.drafting, range.rows);
   params.topk = context_.speculation.topk;
   params.first = range.first;
   params.max_rows = range.count;
   constexpr int kHopper = 9;
-  params.hopper_sms = compute_major_ == kHopper && !capturing_ ? num_sms_ : 0;
+  params.hopper_sms = compute_major_ == kHopper && purpose_ != Purpose::kGraph ? num_sms_ : 0;
   params.in = static_cast<int>(weight.parts[0].shape[1]);
   params.x_stride = params.in;
   for (int i = 0; i < weight.num_parts; ++i) {
@@ -217,26 +257,30 @@ GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight)
 
 void CudaBackend::admit() {
   const DeviceGuard guard(device_);
-  if (!capturing_) launch_store_block(batch_, buffers_.block, stream_);
+  if (purpose_ == Purpose::kRun) launch_store_block(batch_, block_, stream_);
   launch_admit(chain_, lanes(), stream_);
 }
 
-// The host's rows as they are, where they need neither norm nor conversion: only for prompts, where the copy would
-// cost.
+// The host's rows as they are, where they need neither norm nor conversion: for prompts only, where the copy costs.
 bool CudaBackend::reads_aux_directly(const FuseParams& params) const {
   constexpr int kMany = 256;
   const auto address = reinterpret_cast<std::uintptr_t>(batch_.aux_hidden_states);
   const auto row_bytes = static_cast<std::size_t>(batch_.aux_stride) * size_of(type_);
-  return !capturing_ && params.rows.max_rows >= kMany && context_.config.aux_norm == AuxNorm::kNone &&
+  return purpose_ == Purpose::kRun && params.rows.max_rows >= kMany && context_.config.aux_norm == AuxNorm::kNone &&
          batch_.aux_type == type_ && address % 16 == 0 && row_bytes % 16 == 0;
+}
+
+bool CudaBackend::streams_fuse() const {
+  if (!fast_) return false;
+  return purpose_ == Purpose::kRun ? FastChain::reads(batch_) : purpose_ == Purpose::kGraph || readable_;
 }
 
 void CudaBackend::fuse(const FuseParams& params) {
   const DeviceGuard guard(device_);
-  if (fast_ && (capturing_ || FastChain::reads(batch_)) && fast_->fuse(params, stream_)) return;
+  if (streams_fuse() && fast_->fuse(params, stream_)) return;
   const int hidden = context_.config.hidden_size;
   const bool direct = reads_aux_directly(params);
-  in_chunks(params.rows, direct ? params.rows.max_rows : plan_.rows, [&](const RowRange& range) {
+  in_chunks(params.rows, direct ? params.rows.max_rows : buffers_.fuse_rows, [&](const RowRange& range) {
     GemmParams product = gemm_params(range, params.fc);
     if (direct) {
       product.x = batch_.aux_hidden_states;
@@ -259,7 +303,7 @@ void CudaBackend::qkv(const QkvParams& params) {
   if (params.parts == QkvParts::kKeyValue) weight = {{params.qkv.parts[1], params.qkv.parts[2]}, 2, nullptr};
   const auto layer = static_cast<std::size_t>(params.layer);
   const bool pool = params.target == KvTarget::kPool;
-  in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
+  in_chunks(params.rows, buffers_.qkv_rows, [&](const RowRange& range) {
     QkvInput input{range,
                    params.layer == 0,
                    params.gather,
@@ -291,7 +335,7 @@ void CudaBackend::attention(const AttentionParams& params) {
   const DeviceGuard guard(device_);
   if (fast_ && fast_->attention(params, stream_)) return;
   const auto layer = static_cast<std::size_t>(params.layer);
-  in_chunks(params.rows, plan_.attention_rows, [&](const RowRange& range) {
+  in_chunks(params.rows, buffers_.attention_rows, [&](const RowRange& range) {
     const AttentionLaunch attention{
         range, params.q, k_[layer], v_[layer], params.scratch_k, params.scratch_v, buffers_.attention, params.out};
     launch_attention(chain_, type_, attention, num_sms_, stream_);
@@ -311,7 +355,7 @@ void CudaBackend::project(const ProjectionParams& params) {
 void CudaBackend::gate_up(const GateUpParams& params) {
   const DeviceGuard guard(device_);
   if (fast_ && fast_->gate_up(params, stream_)) return;
-  in_chunks(params.rows, plan_.rows, [&](const RowRange& range) {
+  in_chunks(params.rows, buffers_.norm_rows, [&](const RowRange& range) {
     launch_norm_input(chain_, type_, {range, params.x, params.norm.data, buffers_.x, nullptr}, stream_);
     GemmParams product = gemm_params(range, params.gate_up);
     product.x = buffers_.x;
@@ -325,7 +369,7 @@ void CudaBackend::head(const HeadParams& params) {
   const DeviceGuard guard(device_);
   if (fast_ && fast_->head(params, stream_)) return;
   void* const replace = context_.config.next_hidden == NextHidden::kNormed ? params.hidden : nullptr;
-  in_chunks(params.rows, plan_.head_rows, [&](const RowRange& range) {
+  in_chunks(params.rows, buffers_.head_rows, [&](const RowRange& range) {
     launch_norm_input(chain_, type_, {range, params.hidden, params.norm.data, buffers_.x, replace}, stream_);
     GemmParams product = gemm_params(range, params.lm_head);
     product.x = buffers_.x;

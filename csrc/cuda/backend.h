@@ -1,4 +1,5 @@
-// Every step as a few kernels on the caller's stream: the plain chain. `run` replays it as one graph.
+// Every step as launches on the caller's stream: those of the fast chain where it takes them, else of the plain one.
+// `run` replays them as one graph.
 #pragma once
 
 #include <memory>
@@ -6,7 +7,8 @@
 #include <vector>
 
 #include "core/backend.h"
-#include "core/workspace.h"
+#include "cuda/buffers.h"
+#include "cuda/calls.h"
 #include "cuda/common.cuh"
 #include "cuda/fast.h"
 #include "cuda/gemm.h"
@@ -30,9 +32,15 @@ class CudaBackend : public Backend {
     return !fast_ || fast_->reads_original(matrix);
   }
 
+  [[nodiscard]] std::size_t own_workspace_bytes() const noexcept override { return workspace_bytes_; }
+  [[nodiscard]] std::size_t own_weight_bytes() const noexcept override { return weight_bytes_; }
+
   void begin(const DraftBatch& batch, Stream stream) override;
   void warm_up(const std::function<void(int, int)>& body) override;
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override;
+
+  std::uint64_t mark(Stream stream) override;
+  [[nodiscard]] std::uint64_t reached() override;
 
   void admit() override;
   void fuse(const FuseParams& params) override;
@@ -46,24 +54,17 @@ class CudaBackend : public Backend {
   void tree(const VerifyBatch& batch, Stream stream) override;
 
  private:
-  // Between the kernels of one step. Long prompts go through them in chunks of `rows`.
-  struct Buffers {
-    DeviceBlock block;
-    void* x = nullptr;           // [rows, widest input of a product]
-    float* raw = nullptr;        // [rows, q | k | v]
-    float* logits = nullptr;     // [head_rows, Vd]
-    float* ranked = nullptr;     // [head_rows, segments, 2 + 2k]
-    float* attention = nullptr;  // [attention_rows, partial results]
+  // Where the launches of a cycle go.
+  enum class Purpose {
+    kRun,        // to the caller's stream, with the caller's batch; a host may be capturing it
+    kGraph,      // into a graph of our own, which serves any batch: nothing of batch_ may be built in
+    kRehearsal,  // into a capture that is thrown away: only so that the kernels are loaded
   };
-  // Sizes that follow from the config once.
-  struct Plan {
-    int rows = 0;
-    int head_rows = 0;
-    int attention_rows = 0;
-  };
-  void plan();
-  void carve(Workspace& workspace);
   void bind_fast();
+  [[nodiscard]] std::size_t tile_bytes() const;
+  [[nodiscard]] PlainWork plain_work() const;
+  void rehearse(const std::function<void(Graphs::Bucket, cudaStream_t)>& capture);
+  [[nodiscard]] bool streams_fuse() const;
   [[nodiscard]] GemmParams gemm_params(const RowRange& range, const Linear& weight) const;
   void project(const ProjectionParams& params);
   [[nodiscard]] bool reads_aux_directly(const FuseParams& params) const;
@@ -77,9 +78,11 @@ class CudaBackend : public Backend {
   EngineContext context_;
   std::vector<void*> k_, v_;
   Chain chain_;
-  Plan plan_;
+  DeviceBlock block_;
   Buffers buffers_;
   std::vector<DeviceMemory> memory_;
+  std::size_t workspace_bytes_ = 0;  // of it, what bind() took; the tiles apart
+  std::size_t weight_bytes_ = 0;
   std::unique_ptr<Graphs> graphs_;
   std::vector<Linear> weights_;
   PinnedMemory failed_;
@@ -87,8 +90,10 @@ class CudaBackend : public Backend {
 
   DraftBatch batch_;
   cudaStream_t stream_ = nullptr;  // where the steps launch to: the caller's, or the one that is being captured
-  bool capturing_ = false;         // a graph of our own: what batch_ says must not be built in
+  Purpose purpose_ = Purpose::kRun;
+  bool readable_ = true;  // kRehearsal: whether the fast chain is to read the rows of fuse
   int launch_lanes_ = 0;
+  Calls calls_;
 };
 
 }  // namespace eaglex::cuda

@@ -89,8 +89,7 @@ constexpr int ceil_div(int a, int b) {
   return (a + b - 1) / b;
 }
 
-// ------------------------------------------------------------------------------------------------------------ number
-// types
+// ----------------------------------------------------------------------------------------------------- number types
 
 __device__ inline float to_float(float x) {
   return x;
@@ -164,14 +163,12 @@ void dispatch(DType type, F&& f) {
   }
 }
 
-// --------------------------------------------------------------------------------------------------------------
-// reductions
+// ------------------------------------------------------------------------------------------------------- reductions
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFU;
 inline constexpr int kWarp = 32;
 
-// Sum over the block in a fixed order, the same in every thread. `shared` holds one value per warp; at most 1024
-// threads.
+// Sum over the block in a fixed order, the same in every thread. `shared` has a value per warp; at most 1024 threads.
 template <typename V>
 __device__ V block_sum(V value, V* shared) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);

@@ -18,8 +18,8 @@ struct GemmParams {
   Pass pass = Pass::kExtendAll;
   const std::int32_t* drafting = nullptr;  // the pass's flag (drafting_flag)
   int topk = 1;
-  int first =
-      0;  // the launch covers rows [first, first + max_rows) of the pass; x, residual and out point at row `first`
+  // The launch covers rows [first, first + max_rows) of the pass; x, residual and out point at row `first`.
+  int first = 0;
   int max_rows = 0;
   // SMs of a Hopper device, where all of max_rows are the batch's own: a raw launch, no graph of our own. Else 0.
   int hopper_sms = 0;

@@ -1,5 +1,4 @@
-// load_block: the parameter block of one cycle, from the pinned ring (graph) or from the kernel's arguments (raw
-// launches).
+// load_block, store_block: the parameters of one cycle, from the pinned ring (graph) or the kernel's arguments (raw).
 // Caller: first kernel of every cycle.
 // Bytes: 150 over PCIe.
 // Mapping: one warp, one word per thread.
@@ -147,7 +146,11 @@ void Graphs::wait_for_entry(cudaStream_t stream) const {
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
   while (ring_->read + kDepth <= launched_) {
     const cudaError_t status = cudaStreamQuery(stream);
-    if (status != cudaSuccess && status != cudaErrorNotReady) check(status, "parameter ring");
+    if (status == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());  // no error, and not for the check of a later launch
+    } else {
+      check(status, "parameter ring");
+    }
     if (std::chrono::steady_clock::now() > deadline) {
       fail(ErrorCode::kDevice, "parameter ring: expected launch ", launched_ - kDepth + 1, " to have started within ",
            kDeadline.count(), " s, got ", static_cast<unsigned long long>(ring_->read), " started");

@@ -1,6 +1,5 @@
-// head: top-k of log-softmax(logits) with ties to the lowest id, or one token drawn at the request's temperature by
-// inverse CDF;
-//       logits that are not finite make the lane kNotFinite (reference.draft, top_k, sample).
+// head: top-k of log-softmax(logits), ties to the lowest id, or one token drawn at the request's temperature by inverse
+// CDF; logits that are not finite make the lane kNotFinite (reference.draft, top_k, sample).
 // Caller: once per step, behind the final norm and lm_head (gemm).
 // Bytes: rows · Vd · 4 of logits; with rejection sampling three times, and Vd · 4 of probabilities written.
 // Mapping: one CTA per row and segment of 2048 ids, then one per row that merges; one CTA per row when sampling.

@@ -1,6 +1,5 @@
 // norm: x / sqrt(mean(x²) + eps) · gamma of each row.
-// Callers: gate_up (post-attention norm) and head (final norm, which also replaces the hidden state with
-// NextHidden::kNormed).
+// Callers: gate_up (post-attention norm), head (final norm, the next hidden state too with NextHidden::kNormed).
 // Bytes: rows · H · (4 read, 2 to 4 written).
 // Mapping: one CTA per row.
 #include "cuda/kernels.h"

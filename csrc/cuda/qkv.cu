@@ -1,5 +1,4 @@
-// qkv: x = [norm(embedding) | norm(hidden)] (first layer) or norm(hidden); x Wᵀ (gemm); RoPE; K and V to pool or
-// scratch.
+// qkv: x = [norm(embedding) | norm(hidden)] (first layer) or norm(hidden); x Wᵀ (gemm); RoPE; K, V to pool or scratch.
 // Caller: per layer; over all extend rows for K and V alone in the last layer, then over one row per lane for q.
 // Bytes: rows · (4H read, 4H written) before, rows · outputs · (4 read, 2 written) after the product.
 // Mapping: one CTA per row, both times.

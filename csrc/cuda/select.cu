@@ -1,10 +1,8 @@
-// select: one step's top-k joins the grid of candidates, the k best are the next frontier; after the last step the N -
-// 1 best of
-//         all become the slot's result (core/select.h, reference.select).
+// select: one step's top-k joins the grid of candidates, the k best are the next frontier; after the last step the N - 1
+// best of all become the slot's result (core/select.h, reference.select).
 // Caller: once per step; with num_steps = 0 once per cycle, to say "no draft".
 // Bytes: under 100 KB per lane, most of it from L2.
-// Mapping: a chain takes one thread per lane (core's select_lane as it is); a tree one CTA per lane, each choice a
-// reduction.
+// Mapping: a chain takes a thread per lane (core's select_lane as it is), a tree a CTA per lane, a reduction per choice.
 #include "core/select.h"
 
 #include "cuda/kernels.h"

@@ -1,7 +1,5 @@
-// tree: a slot's draft becomes the verifier's tokens, positions, links and mask, in the new batch's order
-// (core/tree.h).
-// Caller: once at the start of the next cycle; its block travels as a kernel argument, so nothing on the host outlives
-// the call.
+// tree: a slot's draft becomes the verifier's tokens, positions, links, mask, in the new batch's order (core/tree.h).
+// Caller: once at the start of the next cycle, with its block as a kernel argument: nothing on the host outlives it.
 // Bytes: 60 per node; the mask N · (seq_len + N) per request with kFull, N · N or N · 1..8 else.
 // Mapping: grid (requests, shares of the mask); each CTA rebuilds the ≤ 64 nodes for itself, the first one writes them.
 #include "core/tree.h"

@@ -2,6 +2,7 @@
 // buffers.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "core/backend.h"
@@ -32,10 +33,19 @@ class DraftEngine {
   // The drafts of these slots as the verifier's tensors.
   void tree(const VerifyTensors& batch, Stream stream);
 
+  // After each of the calls above, on its stream: see Backend::mark.
+  std::uint64_t mark(Stream stream) { return backend_->mark(stream); }
+  [[nodiscard]] std::uint64_t reached() { return backend_->reached(); }
+
   // Whether this weight matrix is still read where it lies; else its owner may free it.
   [[nodiscard]] bool reads_original(const void* matrix) const { return backend_->reads_original(matrix); }
   [[nodiscard]] const char* backend_name() const noexcept { return backend_->name(); }
-  [[nodiscard]] std::size_t workspace_bytes() const noexcept { return loop_.workspace_bytes(); }
+  // Device memory beside weights, KV pool and results: activations and whatever the backend planned for itself.
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept {
+    return loop_.workspace_bytes() + backend_->own_workspace_bytes();
+  }
+  // Weights in the backend's own order.
+  [[nodiscard]] std::size_t prepared_bytes() const noexcept { return backend_->own_weight_bytes(); }
 
  private:
   DraftBatch admit(const BatchTensors& batch) const;

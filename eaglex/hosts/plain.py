@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eaglex.hosts.acceptance import Acceptor
-from eaglex.hosts.hf_target import HookedTarget, transformers
+from eaglex.hosts.hf_target import HookedTarget, attention_kernels, transformers
 from eaglex.hosts.transformers import GenerateOptions
 
 
@@ -42,7 +42,8 @@ def decode(
 
     def forward(ids: Sequence[int]) -> int:
         inputs: dict[str, Any] = {target.cache_argument: cache}
-        logits = model(input_ids=torch.tensor([list(ids)], device=target.device), use_cache=True, **inputs).logits
+        with attention_kernels(target.device):
+            logits = model(input_ids=torch.tensor([list(ids)], device=target.device), use_cache=True, **inputs).logits
         return acceptor.first(logits[0, -1])
 
     tokens = [forward(prompt)]
@@ -76,7 +77,8 @@ def generate(
     kept, target.model.generation_config = target.model.generation_config, config
     try:
         # An explicit mask of ones: pad tokens are real tokens of a prompt here.
-        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        with attention_kernels(target.device):
+            out = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     finally:
         target.model.generation_config = kept
     tokens: list[int] = out[0, len(prompt) :].tolist()

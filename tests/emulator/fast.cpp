@@ -1,6 +1,20 @@
 // The emulator has no bulk copies and no dependent launches: every draft takes the plain chain.
 #include "cuda/fast.h"
 
+#include "cuda/stream/steps.h"
+
+namespace eaglex::stream {
+
+DeviceLimits current_device() {
+  return {};
+}
+
+bool attends(const DeviceLimits&, int) {
+  return false;
+}
+
+}  // namespace eaglex::stream
+
 namespace eaglex::cuda {
 
 std::unique_ptr<FastChain> FastChain::make(const Setup&) {

@@ -18,6 +18,7 @@ constexpr unsigned kMaxGrid = 65535;  // of y and z
 
 bool held = false;
 std::deque<Work> pending;  // of all streams, in order
+std::size_t begun = 0;     // launches that are no longer pending
 cudaError_t last_error = cudaSuccess;
 
 cudaError_t keep(cudaError_t status) {
@@ -44,6 +45,7 @@ void* allocate_exportable(std::size_t bytes) {
 void run_first() {
   const Work work = std::move(pending.front());
   pending.pop_front();
+  ++begun;
   keep(work());
 }
 
@@ -59,7 +61,10 @@ cudaError_t submit(Stream* stream, Work work) {
     stream->capture->push_back(std::move(work));
     return cudaSuccess;
   }
-  if (!held) return keep(work());
+  if (!held) {
+    ++begun;
+    return keep(work());
+  }
   pending.push_back(std::move(work));
   return cudaSuccess;
 }
@@ -225,6 +230,25 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) {
   return run_all();
 }
 
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new emulator::Event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  event->after = emulator::begun + emulator::pending.size();
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return emulator::begun >= event->after ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   stream->capture = new emulator::Graph;
   return cudaSuccess;

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 from support.cuda_rig import CudaRig
 from support.models import make_config, random_weights
+from support.own_process import own_process
+from support.profiled import CYCLES, calls_of_the_runtime
 from support.rig import Ask, Layout
-from torch.profiler import ProfilerActivity, profile, record_function
+from support.streamed import PLAIN, STREAMS
+from torch.profiler import record_function
 
 from eaglex.config import MaskMode, SpeculationConfig
 from eaglex.engine import DraftResults, VerifyTensors
@@ -38,21 +38,6 @@ def make_rig(speculation: SpeculationConfig = TREE, dtype: torch.dtype = torch.b
     return rig
 
 
-CYCLES = "cycles under observation"
-
-
-@contextlib.contextmanager
-def calls_of_the_runtime() -> Iterator[collections.Counter[str]]:
-    """How often each function of CUDA's runtime is called in the range named CYCLES, whichever library calls it."""
-    calls: collections.Counter[str] = collections.Counter()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        yield calls
-    events = list(profiled.events())
-    watched = next(e.time_range for e in events if e.name == CYCLES and e.device_type == torch.autograd.DeviceType.CPU)
-    calls.update(e.name for e in events if e.name.startswith("cu")
-                 and watched.start <= e.time_range.start <= watched.end)
-
-
 def state(results: DraftResults) -> list[torch.Tensor]:
     return [results.draft_tokens, results.parents, results.scores, results.num_nodes, results.drafted_for]
 
@@ -61,6 +46,7 @@ def state(results: DraftResults) -> list[torch.Tensor]:
 def test_a_thousand_replays_are_bitwise_equal(speculation) -> None:
     """With other work on another stream, and the batch in other sizes in between."""
     rig = make_rig(speculation)
+    assert rig.engine.backend_name == STREAMS
     asks = [Ask(r, speculation.num_draft_tokens, 1 + r % 3) for r in range(5)]
     batch, other = rig.batch(asks), rig.batch([Ask(5, 4, 2)])
     rig.engine.run(batch)
@@ -82,6 +68,7 @@ def test_a_thousand_replays_are_bitwise_equal(speculation) -> None:
         assert torch.equal(now[touched].nan_to_num(), then[touched].nan_to_num())
 
 
+@own_process
 def test_nothing_is_allocated_and_nothing_waits() -> None:
     """Behind a kernel that keeps the device busy for a long time, cycles of all sizes and their tree return at once."""
     rig = make_rig()
@@ -110,13 +97,14 @@ def test_nothing_is_allocated_and_nothing_waits() -> None:
     cycles_behind_a_busy_device()
     if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers use the same device's memory
         assert torch.cuda.mem_get_info()[0] == free
-    with calls_of_the_runtime() as calls:
+    with calls_of_the_runtime(window=True) as calls:
         cycles_behind_a_busy_device()
     assert calls["cudaGraphLaunch"] == len(batches), "the hook sees this extension's calls"
     assert not {name for name in calls if any(word in name for word in ("Malloc", "Alloc", "Free", "Memcpy", "Memset"))}
     assert not {name for name in calls if "Synchronize" in name}
 
 
+@own_process
 def test_warm_up_leaves_nothing_for_the_first_cycle() -> None:
     """Captured at start in under 5 s for 64 requests; the first cycle of any size then only launches a graph."""
     config = make_config(hidden_size=256, target_hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=2,
@@ -131,10 +119,11 @@ def test_warm_up_leaves_nothing_for_the_first_cycle() -> None:
     for request in range(64):
         rig.join(request, 1 + request)
     batches = [rig.batch([Ask(r, 16, 3) for r in range(size)]) for size in (1, 3, 9, 64)]
-    with calls_of_the_runtime() as calls, record_function(CYCLES):
+    with calls_of_the_runtime(window=False) as calls:
         for batch in batches:
             rig.engine.run(batch)
-    assert calls["cudaGraphLaunch"] == len(batches)
+        torch.cuda.synchronize()
+    assert calls["cudaGraphLaunch"] == len(batches), calls
     assert not {name for name in calls if "Capture" in name or "Instantiate" in name or "Alloc" in name}
     assert rig.engine.counters()["drafted"] == 1 + 3 + 9 + 64
     begin = time.perf_counter()
@@ -189,10 +178,12 @@ def test_the_host_may_run_a_ring_ahead() -> None:
         assert torch.equal(now[1:7], then[1:7])
 
 
-def test_a_host_captures_the_cycle() -> None:
-    """enqueue inside the host's graph: replays read what its tensors hold by then."""
-    rig = make_rig(dtype=torch.float32)
-    twin = make_rig(dtype=torch.float32)
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float32, PLAIN), (torch.bfloat16, STREAMS)], ids=str)
+def test_a_host_captures_the_cycle(dtype, backend, speculation) -> None:
+    """enqueue and run inside the host's graph: replays read what its tensors hold by then; the bits of raw launches."""
+    rig, twin = (make_rig(speculation, dtype) for _ in range(2))
+    assert rig.engine.backend_name == backend
     asks = [[Ask(r, 5, 1 + r) for r in range(3)], [Ask(r, 5, 4 - r) for r in range(3)]]
     batch = rig.batch(asks[0])
     for run in (rig.engine.enqueue, rig.engine.run):
@@ -207,7 +198,7 @@ def test_a_host_captures_the_cycle() -> None:
                 if isinstance(value, torch.Tensor):
                     getattr(batch, field.name).copy_(value)
             graph.replay()
-            twin.engine.run(twin.batch(cycle))
+            twin.engine.enqueue(twin.batch(cycle))
             torch.cuda.synchronize()
             for now, then in zip(state(rig.engine.results), state(twin.engine.results), strict=True):
                 assert torch.equal(now, then)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.cuda_rig import CudaRig
 from support.models import make_config, random_weights
+from support.own_process import own_process
+from support.profiled import kernels
 from support.rig import Ask, Layout
-from torch.profiler import ProfilerActivity, profile
 
 from eaglex import _C, reference
 from eaglex.config import AuxNorm, SpeculationConfig
@@ -53,18 +54,18 @@ def test_error_of_k_and_v_is_at_most_twice_pytorchs(dtype, changes) -> None:
     assert rig.engine.counters()["drafted"] == 2
 
 
-def test_the_hopper_kernel_is_used() -> None:
-    """Where it was compiled and the device is a Hopper: for the long prompt, and not for a short one."""
-    if not _C.build_info()["cutlass"] or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper and a build with CUTLASS")
+@pytest.mark.skipif(not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+                         and _C.build_info()["cutlass"]), reason="needs a Hopper and a build with CUTLASS")
+@pytest.mark.parametrize(("rows", "expected"), [(ROWS, True), (40, False)])
+@own_process
+def test_the_hopper_kernel_is_used(rows, expected) -> None:
+    """For the long prompt, and not for a short one."""
     rig = make_rig(torch.bfloat16)
-    for rows, expected in ((ROWS, True), (40, False)):
-        batch = rig.batch([Ask(0, rows)])
+    batch = rig.batch([Ask(0, rows)])
+    rig.engine.run(batch)
+    with kernels() as launched:
         rig.engine.run(batch)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            rig.engine.run(batch)
-            torch.cuda.synchronize()
-        assert any("cutlass" in event.key.lower() for event in profiled.key_averages()) is expected
+    assert any("cutlass" in name.lower() for name in launched) is expected
 
 
 def test_a_prompt_is_the_same_in_every_run() -> None:

@@ -55,6 +55,7 @@ def verify_input(package: str) -> dict[str, Any]:
     draft = EngineDraft.__new__(EngineDraft)
     draft.speculation, draft.topk = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=6), 2
     draft.device = torch.device("cpu")
+    draft.speculative_num_steps, draft.speculative_num_draft_tokens, draft._buffers = 3, 6, {}
     draft._engine = SimpleNamespace(tree=lambda tensors, **kw: given.append(tensors))  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for mode, cells in (("FULL_MASK", 4 * 6 * 106), ("QLEN_ONLY", 4 * 6 * 6)):  # tree_mask_numel for 4 requests

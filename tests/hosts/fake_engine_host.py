@@ -13,7 +13,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,9 @@ import pytest
 import torch
 from fake_engine_parts import (
     CONTEXT,
+    SPENT,
     TINY,
+    AdaptiveParams,
     Algorithm,
     BaseSpecWorker,
     Batch,
@@ -39,7 +41,7 @@ from fake_host import LOG, Mode, PoolConfig, Result
 from torch import Tensor
 
 from eaglex import checkpoint, reference
-from eaglex.hosts.sglang import compat, options
+from eaglex.hosts.sglang import break_even, compat, options
 
 BAD = -7
 MODULES = tuple(f"eaglex.hosts.sglang.{name}" for name in ("engine_draft", "engine_worker"))
@@ -78,7 +80,10 @@ class Host:
         self.shared: list[Request] = []
         self.leaving: list[Request] = []
         self.started = self.verified = self.drafted = 0
+        self.widths: dict[int, int] = {}  # verifications by their steps
+        self.unprocessed: list[list[int]] = []  # accepted drafts of verifications whose results are on their way
         self.worker: Any = None
+        self.worker_target: Any = None
 
     # ---- what stands for the target ----------------------------------------------------------------------------------
 
@@ -123,6 +128,9 @@ class Host:
         )
         result.copy_to_cpu(return_logprob=False)  # tensors of the result are replaced
         vars(batch).update(before)  # as the host restores its batch
+        if not self.worker._plan.drafting:
+            for request in batch.reqs:
+                request.expected = reference.Draft.none()
         return result
 
     def join(self) -> Request:
@@ -200,13 +208,24 @@ class Host:
             spec_info=DraftInput(bonus_tokens=torch.tensor([request.bonus for request in batch_of], dtype=torch.int32)),
             seq_lens_sum=self.choose.choice((None, sum(lengths))),
         )  # fmt: skip
-        self.forward(batch)
+        self.unprocessed.append([request.length for request in batch_of])
+        result = self.forward(batch)
+        self.unprocessed[-1] = [int(count) - 1 for count in result.accept_lens]
+        while len(self.unprocessed) > (2 if self.setting.overlap else 0):
+            correct = self.unprocessed.pop(0)
+            self.worker.on_verify_complete_cpu(correct, batch_size=len(correct))
 
     def verify(self, batch: Batch, **given: Any) -> Result:
         """The host's verification: check what the worker made, then accept a random path of each tree."""
         LOG.append(f"verify on {fake_host.Stream.current.name}")
-        assert (given["topk"], given["num_steps"]) == (self.setting.topk, self.setting.steps)
-        made, nodes = batch.spec_info, self.setting.nodes
+        assert given["topk"] == self.setting.topk
+        made, nodes, steps = batch.spec_info, given["num_draft_tokens"], given["num_steps"]
+        whole = steps == self.setting.steps
+        assert nodes == (self.setting.nodes if whole else steps + 1)
+        runner = self.worker.target_worker.model_runner
+        assert runner.attn_backend.nodes == runner.context.spec.nodes == nodes
+        assert runner.decode_cuda_graph_runner is None or runner.decode_cuda_graph_runner.nodes == nodes
+        self.widths[steps] = self.widths.get(steps, 0) + 1
         trees = [reference.tree(r.expected, r.bonus, r.length, nodes) for r in batch.reqs]
         tokens = made.draft_token.view(-1, nodes)
         for place, (request, tree) in enumerate(zip(batch.reqs, trees, strict=True)):
@@ -217,16 +236,15 @@ class Host:
             assert made.retrieve_next_sibling[place].tolist() == tree.retrieve_next_sibling.tolist(), said
             self.drafted += len(request.expected.tokens) > 0
         assert made.retrieve_index.flatten().tolist() == list(range(len(trees) * nodes))
-        assert (made.spec_steps, made.topk, made.draft_token_num) == (self.setting.steps, self.setting.topk, nodes)
+        assert (made.spec_steps, made.topk, made.draft_token_num) == (steps, self.setting.topk, nodes)
         self.check_mask(made.custom_mask, trees, [request.length for request in batch.reqs])
         self.verified += len(trees)
         batch.out_cache_loc = torch.cat(
             [self.table[r.slot, r.length : r.length + nodes] for r in batch.reqs]
         ).to(torch.int64)  # fmt: skip
-        return self.answer(batch, trees)
+        return self.answer(batch, trees, nodes)
 
-    def answer(self, batch: Batch, trees: list[reference.VerifyTree]) -> Result:
-        nodes = self.setting.nodes
+    def answer(self, batch: Batch, trees: list[reference.VerifyTree], nodes: int) -> Result:
         hidden = torch.full((len(trees), nodes, self.config.aux_width), math.nan, dtype=self.setting.dtype)
         predict = torch.full((len(trees), nodes), BAD, dtype=torch.int32)
         counts, bonus = [], []
@@ -288,8 +306,17 @@ def server_args(setting: Setting) -> Any:
         device="cpu", speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
         speculative_eagle_topk=setting.topk, speculative_num_draft_tokens=setting.nodes,
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
-        model_path=str(TINY / "target"), chunked_prefill_size=64,
+        model_path=str(TINY / "target"), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
+        max_speculative_num_draft_tokens=max((setting.nodes, *(steps + 1 for steps in setting.adaptive))),
+        speculative_adaptive_config="adaptive.json", enable_metrics=setting.metrics, served_model_name="tiny",
     )  # fmt: skip
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """A clock that only the target's graphs move."""
+    before = SPENT[0]
+    action()
+    return SPENT[0] - before + 0.1
 
 
 @contextlib.contextmanager
@@ -304,13 +331,17 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
         "default_tree_mask_mode": lambda: TreeMaskMode.FULL_MASK, "mambaish_config": lambda config: None,
         "DefaultPoolConfigurator": type("Configurator", (PoolConfigurator,), dict(vars(PoolConfigurator))),
         "SchedulerWeightUpdaterManager": updater, "SpeculativeAlgorithm": Algorithm,
+        "Scheduler": type("Scheduler", (fake_host.Scheduler,), {}),
         "Phase": SimpleNamespace(DECODE="decode"), "Backend": SimpleNamespace(DISABLED="disabled"),
+        "get_context": lambda: host.worker_target.model_runner.context, "AdaptiveSpeculativeParams": AdaptiveParams,
         "check_cuda_graph_backend": lambda phase, backend: (phase, backend) == ("decode", "disabled")
         and not setting.graphs,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "symbol", symbols.__getitem__)
-        patch.setenv(options.VARIABLE, json.dumps({"drafter": "engine", "max_rows": setting.max_rows}))
+        chosen = {"drafter": "engine", "max_rows": setting.max_rows, "pausing": setting.pausing}
+        patch.setenv(options.VARIABLE, json.dumps(chosen))
+        patch.setattr(break_even, "clock_of", lambda device: seconds_of)
         for name, stand_in in {
             "Stream": fake_host.Stream, "Event": fake_host.Event, "stream": fake_host.OnStream,
             "current_stream": lambda: fake_host.Stream.current,
@@ -319,8 +350,10 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
         for name in MODULES:
             sys.modules.pop(name, None)
         try:
-            target = TargetWorker(setting)
-            made = importlib.import_module(MODULES[1]).EaglexEngineWorker(server_args(setting), 0, None, 0, target)
+            host.worker_target = target = TargetWorker(setting)
+            made = importlib.import_module(MODULES[1]).EaglexEngineWorker(
+                server_args(setting), 0, SimpleNamespace(tp_rank=0, tp_size=1), 0, target
+            )
             host.worker, host.symbols = made, symbols
             made.alloc_memory_pool(
                 memory_pool_config=PoolConfig(setting.pool),

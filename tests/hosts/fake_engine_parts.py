@@ -5,8 +5,10 @@ They take what 0.5.17's classes take; test_sglang_engine_contract.py reads the r
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,8 +86,10 @@ class BaseSpecWorker:
     target_worker = property(lambda self: self._target_worker)
     draft_worker = property(lambda self: self._draft_worker)
     weight_load_time = property(lambda self: self.draft_worker.weight_load_time)
-    graph_memory_usage = property(lambda self: dict(self.draft_worker.graph_memory_usage))
-    graph_time_usage = property(lambda self: dict(self.draft_worker.graph_time_usage))
+    graph_memory_usage = property(
+        lambda self: self.draft_worker.graph_memory_usage | self._additional_graph_memory_usage
+    )
+    graph_time_usage = property(lambda self: self.draft_worker.graph_time_usage | self._additional_graph_time_usage)
     spec_v2_attn_backends = property(lambda self: (self.target_worker.model_runner.attn_backend,))
 
     def alloc_memory_pool(
@@ -175,6 +179,69 @@ class Setting:
     max_rows: int = 0
     dtype: torch.dtype = torch.float32
     draft: Path = TINY / "draft"
+    pausing: bool = False
+    adaptive: tuple[int, ...] = ()
+    metrics: bool = False
+
+
+SPENT = [0.0]  # seconds that the target's graphs have run
+
+
+class GraphRunner:
+    """The target's graphs of one width. A replay takes a time that grows with the nodes it verifies."""
+
+    def __init__(
+        self, model_runner: Any, *, attn_backend: Any = None, speculative_num_steps: int | None = None,
+        speculative_num_draft_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        spec = model_runner.context.spec
+        assert (speculative_num_steps, speculative_num_draft_tokens) in ((None, None), (spec.steps, spec.nodes))
+        self.model_runner, self.nodes = model_runner, spec.nodes
+        self.capture_bs = [1, 2, 3, 4]
+        self.backend = self
+
+    def _make_graph_key(self, size: int, stream_idx: Any = None, variant_label: Any = None) -> int:
+        assert variant_label is None
+        return size
+
+    def replay_session(self) -> Any:
+        return contextlib.nullcontext()
+
+    def replay(self, key: int, forward_batch: Any) -> None:
+        assert key in self.capture_bs
+        SPENT[0] += 1.0 + 0.16 * self.nodes * key
+
+
+class Context:
+    """The published configuration, as far as verification reads it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.spec = SimpleNamespace(steps=setting.steps, nodes=setting.nodes)
+
+    def override(self, source: str, *, speculative_num_steps: int, speculative_num_draft_tokens: int) -> None:
+        self.spec = SimpleNamespace(steps=speculative_num_steps, nodes=speculative_num_draft_tokens)
+
+
+class AdaptiveParams:
+    """Steps drawn at random, as a host's rule might have it, and what it has been told."""
+
+    def __init__(self, initial_steps: int, cfg_path: str | None = None) -> None:
+        assert cfg_path == "adaptive.json"
+        self.choose, self.told = random.Random(initial_steps), []
+        self.steps, self.candidate_steps = initial_steps, [0, 1, initial_steps]
+
+    def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
+        self.sizes = cuda_graph_bs
+
+    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
+        return self.sizes
+
+    def get_steps_for_batch(self, batch_size: int) -> int:
+        return self.steps
+
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        self.told.append((self.steps, num_correct_drafts_per_req))
+        self.steps = self.choose.choice(self.candidate_steps)
 
 
 class TargetWorker:
@@ -182,17 +249,7 @@ class TargetWorker:
 
     def __init__(self, setting: Setting) -> None:
         self.answer: Result | None = None
-        buffer = None
-        if setting.mask is not None:
-            rows = setting.slots if setting.mask_fits else 0
-            cells = {
-                TreeMaskMode.FULL_MASK: setting.nodes * (CONTEXT + 40 + setting.nodes),
-                TreeMaskMode.QLEN_ONLY: setting.nodes**2,
-                TreeMaskMode.QLEN_ONLY_BITPACKING: setting.nodes,
-            }[setting.mask]
-            packed = {1: torch.uint8, 2: torch.uint16}[-(-setting.nodes // 8)]
-            dtype = packed if setting.mask is TreeMaskMode.QLEN_ONLY_BITPACKING else torch.bool
-            buffer = VerifyMask(torch.zeros(max(rows, 1) * cells, dtype=dtype), setting.mask, rows)
+        self.setting = setting
         self.model_config = SimpleNamespace(
             vocab_size=2048, hidden_size=256, context_len=CONTEXT, dtype=setting.dtype, model_is_mrope=False,
             spec_hidden_size=256,
@@ -204,9 +261,30 @@ class TargetWorker:
             spec_aux_config=SimpleNamespace(
                 eagle_use_aux_hidden_state=True, eagle_draft_num_layers=1, eagle_aux_hidden_state_layer_ids=None
             ),
-            attn_backend=SimpleNamespace(verify_mask=buffer, max_context_len=CONTEXT + 40),
             token_to_kv_pool=SimpleNamespace(post_capture_active=False),
-        )
+            context=Context(setting), init_new_workspace=False, decode_cuda_graph_runner=None,
+            _get_attention_backend=self.attention_backend, _decode_cuda_graph_runner_cls=lambda: GraphRunner,
+            tp_group=SimpleNamespace(broadcast_object=lambda obj, src: obj),
+        )  # fmt: skip
+        self.model_runner.attn_backend = self.attention_backend()
+        if setting.graphs:
+            self.model_runner.decode_cuda_graph_runner = GraphRunner(self.model_runner)
+
+    def attention_backend(self, init_new_workspace: bool = False) -> Any:
+        """With a mask buffer for the width that is published."""
+        setting, nodes = self.setting, self.model_runner.context.spec.nodes
+        buffer = None
+        if setting.mask is not None:
+            rows = setting.slots if setting.mask_fits else 0
+            cells = {
+                TreeMaskMode.FULL_MASK: nodes * (CONTEXT + 40 + nodes),
+                TreeMaskMode.QLEN_ONLY: nodes**2,
+                TreeMaskMode.QLEN_ONLY_BITPACKING: nodes,
+            }[setting.mask]
+            packed = {1: torch.uint8, 2: torch.uint16}[-(-nodes // 8)]
+            dtype = packed if setting.mask is TreeMaskMode.QLEN_ONLY_BITPACKING else torch.bool
+            buffer = VerifyMask(torch.zeros(max(rows, 1) * cells, dtype=dtype), setting.mask, rows)
+        return SimpleNamespace(verify_mask=buffer, max_context_len=CONTEXT + 40, nodes=nodes)
 
     def forward_batch_generation(self, batch: Batch, capture_hidden_mode: Any) -> Result | None:
         LOG.append(f"prefill on {fake_host.Stream.current.name}")
@@ -225,5 +303,3 @@ class Algorithm:
 
     def is_standalone(self) -> bool:
         return False
-
-

@@ -213,6 +213,11 @@ class EAGLEWorkerV2:
     update_weights_from_ipc = update_weights_from_tensor = update_weights_from_disk
 
 
+class Scheduler:
+    def launch_batch_sample_if_needed(self, batch_result: Any, cur_batch: Any) -> None:
+        LOG.append("end of turn")
+
+
 class SchedulerWeightUpdaterManager:
     def release_memory_occupation(self, recv_req: Any) -> str:
         LOG.append("release")
@@ -270,6 +275,7 @@ SYMBOLS: dict[str, Any] = {
     "CaptureHiddenMode": Hidden,
     "ForwardBatch": ForwardBatch,
     "ForwardMode": Mode,
+    "Scheduler": Scheduler,
     "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager,
     "TritonMultiStepDraftBackend": TritonMultiStepDraftBackend,
 }

@@ -17,14 +17,19 @@ from fake_host import LOG
 from eaglex.hosts.sglang import compat
 
 SLOTS, POOL, PAGE, CONTEXT = 6, 256, 64, 50
+HOOKED = (
+    (fake_host.Scheduler, "launch_batch_sample_if_needed"),
+    (fake_host.SchedulerWeightUpdaterManager, "release_memory_occupation"),
+)
 MODULES = ("eaglex.hosts.sglang.draft", "eaglex.hosts.sglang.worker")
 
 
 @contextlib.contextmanager
 def made_worker(slots: int = SLOTS, page_size: int = PAGE) -> Iterator[Any]:
     """A worker as the host leaves it after its start, with an empty log. The stand-ins are taken away afterwards."""
-    released = fake_host.SchedulerWeightUpdaterManager.release_memory_occupation
     with pytest.MonkeyPatch.context() as patch:
+        for owner, method in HOOKED:  # the worker puts its own in their place
+            patch.setattr(owner, method, getattr(owner, method))
         patch.setattr(compat, "symbol", fake_host.SYMBOLS.__getitem__)
         for name, stand_in in {
             "Stream": fake_host.Stream,
@@ -47,6 +52,5 @@ def made_worker(slots: int = SLOTS, page_size: int = PAGE) -> Iterator[Any]:
         try:
             yield made
         finally:
-            fake_host.SchedulerWeightUpdaterManager.release_memory_occupation = released
             for name in MODULES:
                 sys.modules.pop(name, None)

@@ -218,6 +218,17 @@ def test_what_a_late_draft_reads_of_a_batch_is_replaced_not_changed(running_host
     assert changed.isdisjoint({(name, f"self.{kept}") for name in owner for kept in KEPT})
 
 
+def test_a_turn_ends_where_the_draft_is_enqueued(running_host: Path) -> None:
+    """`hooks.at_the_end_of_a_turn`: called in every turn of the overlapped loop, after the last batch's results."""
+    loop = methods(class_def(running_host, compat.SYMBOLS["Scheduler"], "Scheduler"))["event_loop_overlap"]
+    turn = next(node for node in loop.body if isinstance(node, ast.While))
+    calls = [[ast.unparse(n.func) for n in ast.walk(part) if isinstance(n, ast.Call)] for part in turn.body]
+    (hook,) = (i for i, made in enumerate(calls) if "self.launch_batch_sample_if_needed" in made)
+    assert isinstance(turn.body[hook], ast.If)
+    assert ast.unparse(turn.body[hook].test) == "self.is_generation"
+    assert hook > max(i for i, made in enumerate(calls) if {"pop_and_process", "self.run_batch"} & set(made))
+
+
 def test_memory_is_released_before_the_flush(running_host: Path) -> None:
     """Why `hooks.around` the release exists: the host pauses the KV pool's memory and flushes only then."""
     owner = class_def(running_host, compat.SYMBOLS["SchedulerWeightUpdaterManager"], "SchedulerWeightUpdaterManager")

@@ -25,7 +25,7 @@ def test_no_options_run_the_hosts_own_draft() -> None:
 def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
-        "stop_below": 0.1, "max_rows": 512,
+        "stop_below": 0.1, "max_rows": 512, "pausing": True,
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -34,6 +34,7 @@ def test_options_are_read() -> None:
         convention=AuxConvention.CAPTURE_BEFORE,
         stop_below=0.1,
         max_rows=512,
+        pausing=True,
     )
     assert set(written) == {field for field in Options.__dataclass_fields__ if field != "DEFAULT_ROWS"}
 
@@ -56,6 +57,7 @@ WRONG = {
     '{"drafter": "stock"}': "'host' or 'engine'",
     '{"placement": 0}': "placement", '{"aux_layer_ids": [1.5]}': "a list of integers", '{"aux_layer_ids": []}': "aux",
     '{"convention": "both"}': "convention", '{"stop_below": 1}': "stop_below", '{"stop_below": "a"}': "a number",
+    '{"pausing": 1}': "true or false",
     '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer",
 }  # fmt: skip
 
@@ -73,7 +75,7 @@ def given(**changed: Any) -> SimpleNamespace:
     values |= {
         "speculative_draft_model_path": "a/head", "speculative_draft_model_revision": None, "trust_remote_code": False,
         "speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6,
-        "chunked_prefill_size": 8192,
+        "chunked_prefill_size": 8192, "speculative_adaptive": False, "speculative_algorithm": "EAGLEX",
     }  # fmt: skip
     return SimpleNamespace(**(values | changed))
 
@@ -89,7 +91,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 REFUSED = {
     "tp_size": 2, "enable_memory_saver": True, "speculative_draft_model_quantization": "fp8",
     "speculative_draft_load_format": "dummy", "speculative_draft_attention_backend": "triton", "pp_size": 2,
-    "speculative_adaptive": True, "enable_hierarchical_cache": True, "disaggregation_mode": "prefill",
+    "enable_hierarchical_cache": True, "disaggregation_mode": "prefill",
     "enable_dp_attention": True, "enable_two_batch_overlap": True, "enable_multi_layer_eagle": True,
 }  # fmt: skip
 
@@ -112,6 +114,28 @@ def test_a_placement_that_is_not_there_is_refused(engine: pytest.MonkeyPatch) ->
     engine.setenv(options.VARIABLE, '{"drafter": "engine", "placement": "dedicated"}')
     with pytest.raises(ValueError, match="placement='dedicated'"):
         arguments.refuse(given())
+
+
+def test_adaptive_steps_are_let_through_for_a_chain_of_the_engine(engine: pytest.MonkeyPatch) -> None:
+    """The host turns them off by name; its own answer stays what it was for every other algorithm."""
+    put: dict[str, Any] = {}
+    engine.setattr(compat, "replace", put.__setitem__)
+    symbols = {"get_config": lambda path, **_: SimpleNamespace(architectures=["Llama"]),
+               "adaptive_unsupported_reason": lambda server_args: "the host's reason"}  # fmt: skip
+    engine.setattr(compat, "symbol", symbols.__getitem__)
+    adaptive = given(speculative_adaptive=True, max_speculative_num_draft_tokens=8)
+    arguments.refuse(adaptive)
+    reason = put["adaptive_unsupported_reason"]
+    assert (reason(adaptive), reason(given(speculative_algorithm="NGRAM"))) == (None, "the host's reason")
+    assert engine_arguments.speculation_of(adaptive, options.read()).num_steps == 7, "the most that may be asked for"
+    with pytest.raises(ValueError, match=r"speculative_eagle_topk=4.*speculative_adaptive=True"):
+        arguments.refuse(given(speculative_adaptive=True, speculative_eagle_topk=4))
+    engine.setenv(options.VARIABLE, '{"drafter": "engine", "pausing": true}')
+    with pytest.raises(ValueError, match=r"pausing=true.*speculative_adaptive=True"):
+        arguments.refuse(adaptive)
+    engine.delenv(options.VARIABLE)
+    with pytest.raises(ValueError, match="speculative_adaptive=True"):
+        arguments.refuse(adaptive)
 
 
 def test_wrong_options_stop_the_launch(engine: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ import pytest
 from fake_engine_host import Host, made_host
 from fake_engine_parts import Setting, TreeMaskMode
 
+from eaglex.errors import ConfigError
+from eaglex.hosts.sglang import steps
+
 SETTINGS = {
     "chain": Setting(),
     "chain, no overlap": Setting(overlap=False),
@@ -37,10 +40,62 @@ def test_every_verification_is_given_the_reference_draft(name: str) -> None:
         assert host.drafted > host.verified / 2, "most requests were verified without a draft"
 
 
+PAUSING = {
+    "chain": Setting(pausing=True),
+    "chain, no overlap": Setting(pausing=True, overlap=False),
+    "tree": Setting(pausing=True, topk=3, steps=3, nodes=9, mask=TreeMaskMode.QLEN_ONLY),
+    "no mask buffer": Setting(pausing=True, mask=None),
+}
+
+
+@pytest.mark.parametrize("name", PAUSING)
+def test_drafts_after_a_pause_are_as_if_there_had_been_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While paused roots alone are verified, and K and V of every token are kept: the next draft is the reference's."""
+    for constant, value in {"ENOUGH": 2, "SAMPLE": 2, "FIRST_TRIAL": 5, "WINDOW": 4}.items():
+        monkeypatch.setattr(steps.Pausing, constant, value)
+    with made_host(PAUSING[name], seed=len(name)) as host:
+        chosen = host.worker._plan._choice
+        chosen.table = steps.BreakEven(((1, 1.2), (4, 3.4)))
+        played(host, 40)
+        assert chosen.pauses > 1
+        assert host.worker._plan.paused_cycles > 4
+        assert set(host.widths) == {0, host.setting.steps}
+        assert min(host.widths.values()) > 5
+        assert host.drafted
+
+
+def test_the_table_is_measured_at_start_and_leaves_no_trace() -> None:
+    with made_host(Setting(pausing=True)) as host:
+        table = host.worker._plan._choice.table
+        wide, narrow = 1 + 0.16 * 4 + 0.2, 1 + 0.16 + 0.2  # of fake_engine_parts.GraphRunner, and the clock's own 0.1
+        assert table.at(1) == pytest.approx(wide / narrow)
+        assert [batch for batch, _ in table.minimum] == [1, 2, 4], "powers of two alone"
+        draft = host.worker._draft_worker
+        assert sum(draft.engine.counters().values()) == 0
+        assert draft.engine.results.drafted_for.tolist() == [-1] * (host.setting.slots + 1)
+        assert not draft.draft_k[0].any()
+        assert host.worker.graph_time_usage["target_verify"] > 0
+        played(host, 10)
+
+
+def test_pausing_without_the_hosts_graphs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pausing=true"), made_host(Setting(pausing=True, graphs=False)):
+        pass
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_adaptive_steps_take_the_front_of_a_longer_draft(overlap: bool) -> None:
+    with made_host(Setting(adaptive=(0, 1, 3), overlap=overlap), seed=3) as host:
+        played(host, 30)
+        assert set(host.widths) == {0, 1, 3}
+        assert host.drafted
+        assert host.worker._plan._choice.parameters.told
+
+
 def test_a_draft_that_is_never_joined_with_is_found_missing() -> None:
     """The schedules can fail: a worker that does not draft is caught by the first verification after a prompt."""
     with made_host() as host:
-        host.worker._draft_worker.draft_prefilled = lambda prefilled: None
+        host.worker._draft_worker.draft_prefilled = lambda prefilled, drafting: None
         host.prefill(1)
         while any(request.unfinished for request in host.running):
             host.prefill(0)
@@ -56,7 +111,7 @@ def test_locations_of_the_table_would_harm_a_shared_prefix(monkeypatch: pytest.M
 
     plain = Translator.after_verify
     monkeypatch.setattr(
-        Translator, "after_verify", lambda self, v: dataclasses.replace(plain(self, v), out_cache_loc=None)
+        Translator, "after_verify", lambda self, v, **kw: dataclasses.replace(plain(self, v, **kw), out_cache_loc=None)
     )
 
     def harmed(seed: int) -> bool:

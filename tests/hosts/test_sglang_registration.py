@@ -123,7 +123,7 @@ def test_importing_the_host_folder_imports_no_host() -> None:
 
 def given(**changed: Any) -> SimpleNamespace:
     """Arguments as the host hands them to the check."""
-    options = {refused.option: refused.allowed for refused in arguments.REFUSED}
+    options = {refused.option: refused.allowed for refused in arguments.REFUSED + arguments.HOST_DRAFT_REFUSED}
     options |= {
         "speculative_draft_attention_backend": None,
         "speculative_draft_model_path": "a/head",
@@ -150,7 +150,9 @@ REFUSALS = {
     "pp_size": 2, "dcp_size": 2, "device": "cpu", "disaggregation_mode": "decode", "speculative_draft_window_size": 512,
     "speculative_draft_attention_backend": "fa3", "speculative_draft_model_path": None,
 }  # fmt: skip
-REFUSALS |= {refused.option: True for refused in arguments.REFUSED if refused.allowed is False}
+REFUSALS |= {
+    refused.option: True for refused in arguments.REFUSED + arguments.HOST_DRAFT_REFUSED if refused.allowed is False
+}
 
 
 @pytest.mark.parametrize(("option", "value"), REFUSALS.items())
@@ -163,7 +165,7 @@ def test_arguments_that_are_refused(option: str, value: Any) -> None:
 
 
 def test_every_refused_option_is_tested() -> None:
-    assert {refused.option for refused in arguments.REFUSED} <= set(REFUSALS)
+    assert {refused.option for refused in arguments.REFUSED + arguments.HOST_DRAFT_REFUSED} <= set(REFUSALS)
 
 
 def test_a_draft_of_another_kind_is_refused(on_a_supported_version: list[str]) -> None:

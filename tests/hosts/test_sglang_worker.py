@@ -164,6 +164,17 @@ def test_weights_change_when_no_draft_runs(worker: Any, update: str) -> None:
     assert LOG.index("steps on draft") < LOG.index("cpu waits for draft") < LOG.index("update")
 
 
+def test_a_draft_is_enqueued_when_the_results_are_passed_on(worker: Any) -> None:
+    """Not before the forward returns, and not only when the next begins: an idle server's next prompt would wait."""
+    decode(worker, [2], [5], [20])
+    assert "steps on draft" not in LOG
+    fake_host.Scheduler().launch_batch_sample_if_needed(None, None)
+    assert LOG.index("end of turn") < LOG.index("steps on draft")
+    del LOG[:]
+    fake_host.Scheduler().launch_batch_sample_if_needed(None, None)
+    assert LOG == ["end of turn"]
+
+
 def test_memory_is_released_when_no_draft_runs(worker: Any) -> None:
     decode(worker, [2], [5], [20])
     assert fake_host.SchedulerWeightUpdaterManager().release_memory_occupation(None) == "released"

@@ -6,10 +6,13 @@ import dataclasses
 import random
 
 import torch
+from torch import Tensor
 
 from eaglex import reference
 from eaglex.config import MaskMode
 from eaglex.engine import VerifyTensors
+from eaglex.weights import DraftWeights
+from support.judge import Judge, Side
 from support.margin import recorded
 from support.rig import CLEAR, Ask, Rig
 
@@ -117,18 +120,23 @@ class Soak:
 
     def _margin(self, request: int) -> float:
         """By how much the reference decides what this request's last cycle drafted."""
-        config, weights = self.oracle.config, self.oracle.wide
+        cache, logits, hidden = self._replay(request, self.oracle.wide)
+        with recorded() as margin:
+            reference.draft(self.oracle.config, self.oracle.wide, cache, logits, hidden, self.oracle.speculation)
+        return margin.gap
+
+    def _replay(self, request: int, weights: DraftWeights) -> tuple[reference.DraftCache, Tensor, Tensor]:
+        """The request's whole history through the reference, in these weights' type: cache, logits and hidden."""
+        config, dtype = self.oracle.config, weights.fc.dtype
         held = self.oracle.requests[request]
-        cache, length = reference.DraftCache.empty(config, torch.float64), held.length
+        cache, length = reference.DraftCache.empty(config, dtype), held.length
         held.length = 0
         for ask in self.history[request]:
             aux, ids = self.oracle.rows_of(ask)
-            logits, hidden = reference.extend(config, weights, cache, aux[: ask.count].double(), ids[: ask.count])
+            logits, hidden = reference.extend(config, weights, cache, aux[: ask.count].to(dtype), ids[: ask.count])
             held.length += ask.count
         assert held.length == length
-        with recorded() as margin:
-            reference.draft(config, weights, cache, logits, hidden, self.oracle.speculation)
-        return margin.gap
+        return cache, logits, hidden
 
     def _compare_trees(self, asks: list[Ask]) -> None:
         if not asks:
@@ -149,3 +157,35 @@ class Soak:
                      "mask"):
             theirs, mine = (getattr(out, name).cpu() for out in filled)
             assert torch.equal(mine, theirs), name
+
+
+class JudgedSoak(Soak):
+    """Two engines in 16 bits (the fast chain against the plain one): where they went different ways at a near tie, and
+    for one draft in ten anyway, the subject's draft is judged by float64 along its own path.
+    """
+
+    ROUNDING = 0.16  # two engines' scores that are further apart say that one of them is to be judged
+
+    def __init__(self, oracle: Rig, subject: Rig, seed: int) -> None:
+        super().__init__(oracle, subject, seed)
+        self.judge = Judge(oracle.config, oracle.speculation)
+
+    def _same(self, ask: Ask) -> bool:
+        slot, length = self.oracle.requests[ask.request].slot, self.oracle.requests[ask.request].length
+        mine, theirs = (rig.results for rig in (self.subject, self.oracle))
+        assert int(mine.drafted_for[slot]) == int(theirs.drafted_for[slot]) == length
+        a, b = self.subject.drafted(slot), self.oracle.drafted(slot)
+        self.tally.drafts += len(b.tokens) > 0
+        self.tally.stops += 0 < len(b.tokens) < self.oracle.speculation.num_draft_tokens - 1
+        same = a.tokens.tolist() == b.tokens.tolist() and a.parents.tolist() == b.parents.tolist()
+        close = same and bool(((a.scores - b.scores).abs() < self.ROUNDING).all())
+        if len(a.tokens) != len(b.tokens):  # only a stop within rounding of the threshold
+            assert self._margin(ask.request) < self.ROUNDING, f"request {ask.request}: {a} against {b}"
+        if len(a.tokens) and (not close or self.random.random() < 0.1):
+            sides = [Side(weights, *self._replay(ask.request, weights))
+                     for weights in (self.oracle.wide, self.oracle.weights)]
+            self.judge.take(a, *sides)
+            self.judge.check_choices()
+            self.judge.check()
+        self.tally.unclear += not same
+        return same

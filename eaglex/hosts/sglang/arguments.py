@@ -34,8 +34,10 @@ REFUSED: Final = (
     Refused("enable_hierarchical_cache", False, "the draft's KV would not come back with the target's"),
     Refused("enable_hisparse", False, "the draft's KV pool is indexed by the host's slots, untranslated"),
     Refused("enable_multi_layer_eagle", False, "it runs one head per step"),
-    Refused("speculative_adaptive", False, "the number of steps is fixed"),
     Refused("speculative_draft_window_size", None, "the draft reads the whole prefix"),
+)
+HOST_DRAFT_REFUSED: Final = (
+    Refused("speculative_adaptive", False, "the host's own draft runs a fixed number of steps"),
 )
 
 
@@ -48,15 +50,16 @@ def refuse(server_args: Any) -> None:
     sentence = compat.refusal(compat.installed_version())
     if sentence is not None:
         raise ValueError(sentence)
-    for refused in REFUSED:
+    chosen = options.read()
+    own = chosen.drafter is options.Drafter.ENGINE
+    for refused in REFUSED if own else REFUSED + HOST_DRAFT_REFUSED:
         value = getattr(server_args, refused.option)
         if value != refused.allowed:
             raise ValueError(
                 f"EAGLEX does not support {refused.option}={value!r} (needs {refused.allowed!r}): {refused.why}."
             )
-    chosen = options.read()
     backend = server_args.speculative_draft_attention_backend
-    if chosen.drafter is options.Drafter.ENGINE:
+    if own:
         engine_arguments.refuse(server_args, chosen)
     elif backend not in (None, DRAFT_BACKEND):
         raise ValueError(

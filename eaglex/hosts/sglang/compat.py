@@ -6,6 +6,7 @@ The only module that imports SGLang. The tables are read by tests/hosts against 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from dataclasses import dataclass
@@ -37,12 +38,17 @@ SYMBOLS: Final[dict[str, str]] = {
     "CaptureHiddenMode": "sglang.srt.model_executor.forward_batch_info",
     "ForwardBatch": "sglang.srt.model_executor.forward_batch_info",
     "ForwardMode": "sglang.srt.model_executor.forward_batch_info",
+    "Scheduler": "sglang.srt.managers.scheduler",
     "SchedulerWeightUpdaterManager": "sglang.srt.managers.scheduler_components.weight_updater",
     "TritonMultiStepDraftBackend": "sglang.srt.layers.attention.triton_backend",
+    "get_context": "sglang.srt.runtime_context",
+    "adaptive_unsupported_reason": "sglang.srt.speculative.adaptive_spec_params",
+    "AdaptiveSpeculativeParams": "sglang.srt.speculative.adaptive_spec_params",
     "get_config": "sglang.srt.utils.hf_transformers.config",
 }
 
 
+@functools.cache
 def symbol(name: str) -> Any:
     """A class or function of the host, imported when asked for.
 
@@ -51,6 +57,11 @@ def symbol(name: str) -> Any:
         AttributeError: the module has no such name.
     """
     return getattr(importlib.import_module(SYMBOLS[name]), name)
+
+
+def replace(name: str, replacement: Any) -> None:
+    """Put another function in the place of one of the host's, for those who look it up in its module."""
+    setattr(importlib.import_module(SYMBOLS[name]), name, replacement)
 
 
 def installed_version() -> str | None:
@@ -77,6 +88,7 @@ class Treatment(Enum):
     SAME = "EAGLEX is none of the names compared, and neither is EAGLE3: both take the same way"
     ANSWERED = "the enum's own predicate: eaglex/hosts/sglang/algorithm.py answers it"
     REFUSED = "reached only with an option that eaglex/hosts/sglang/arguments.py refuses"
+    ADMITTED = "eaglex/hosts/sglang/engine_arguments.py answers for EAGLEX where its engine drafts, and refuses it else"
     HOST_REFUSES = "the host itself refuses the option for any name but its own, with its own sentence"
     NEWER = "the host's version is refused as a whole"
 
@@ -116,7 +128,7 @@ NAME_COMPARISONS: Final[tuple[Site, ...]] = (
     *_sites(_HOOKS + "speculative_hook.py", "_handle_eagle_family", Treatment.HOST_REFUSES),
     *_sites(_HOOKS + "speculative_hook.py", "_auto_choose_speculative_params"),
     # --speculative-adaptive: the host would turn it off with a warning.
-    *_sites("srt/speculative/adaptive_spec_params.py", "adaptive_unsupported_reason", Treatment.REFUSED),
+    *_sites("srt/speculative/adaptive_spec_params.py", "adaptive_unsupported_reason", Treatment.ADMITTED),
     # --enable-attn-tp-input-scattered: hidden states would reach the draft scattered over the ranks.
     *_sites("srt/layers/communicator.py", "AttnTpContext.init_context", Treatment.REFUSED),
     *_sites("srt/layers/layer_boundary/adapters/attention.py", "AttnTpContext.init_context", Treatment.REFUSED),

@@ -6,7 +6,10 @@ token: the host's own estimate (draft layers in units of the target's) is replac
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +18,40 @@ from eaglex.config import DraftConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import compat
 from eaglex.weights import DraftWeights
+
+
+@dataclass
+class Ledger:
+    """Bytes of GPU memory by purpose: planned from shapes, and used, by what was free before and after.
+
+    Another process that takes memory of the same GPU meanwhile is counted too; without a GPU nothing is.
+    """
+
+    device: torch.device
+    planned: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def taking(self, purpose: str) -> Iterator[None]:
+        """Count what the block takes, and what it gives back, under `purpose`."""
+        before = self._free()
+        yield
+        self.used[purpose] = self.used.get(purpose, 0) + before - self._free()
+
+    def _free(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # what is cached and free is neither used by the draft nor lost to the host
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size / 1e9:.3f}" for name, size in self.planned.items()]
+        found = [f"{name} {size / 1e9:.3f}" for name, size in self.used.items()]
+        return (
+            f"planned {sum(self.planned.values()) / 1e9:.3f} GB ({', '.join(parts)}), used "
+            f"{sum(self.used.values()) / 1e9:.3f} GB ({', '.join(found)})"
+        )
 
 
 def kv_bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
+from eaglex.hosts.sglang import NAME, compat
 from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
 
 # option, allowed values, why another is refused
@@ -34,19 +35,46 @@ def refuse(server_args: Any, options: Options) -> None:
             f"EAGLEX does not support {VARIABLE} placement={options.placement.value!r} (needs 'rank0'): there is no "
             "drafter on a GPU of its own yet."
         )
+    if server_args.speculative_adaptive:
+        if server_args.speculative_eagle_topk not in (None, 1):
+            raise ValueError(
+                f"EAGLEX does not support speculative_eagle_topk={server_args.speculative_eagle_topk!r} (needs 1) with "
+                "speculative_adaptive=True: steps are left out of chains alone."
+            )
+        if options.pausing:
+            raise ValueError(
+                f"EAGLEX does not support {VARIABLE} pausing=true (needs false) with speculative_adaptive=True: the "
+                "adaptive rule itself stops drafting where its configuration has 0 steps."
+            )
+        _admit_adaptive()
+
+
+def _admit_adaptive() -> None:
+    """The host turns adaptive steps off for every name but its own; let it answer for EAGLEX as for EAGLE3's chain."""
+    plain = compat.symbol("adaptive_unsupported_reason")
+
+    def reason(server_args: Any) -> str | None:
+        found: str | None = None if server_args.speculative_algorithm == NAME else plain(server_args)
+        return found
+
+    compat.replace("adaptive_unsupported_reason", reason)
 
 
 def speculation_of(server_args: Any, options: Options) -> SpeculationConfig:
-    """How far to draft, from the host's own flags after it has completed them.
+    """How far to draft, from the host's own flags after it has completed them; with adaptive steps, their most.
 
     Raises:
         ValueError: a flag is out of the engine's range; it names the flag.
     """
+    steps, nodes = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
+    if server_args.speculative_adaptive:
+        nodes = server_args.max_speculative_num_draft_tokens
+        steps = nodes - 1
     try:
         return SpeculationConfig(
-            num_steps=server_args.speculative_num_steps,
+            num_steps=steps,
             topk=server_args.speculative_eagle_topk,
-            num_draft_tokens=server_args.speculative_num_draft_tokens,
+            num_draft_tokens=nodes,
             sampling=Sampling.GREEDY,
             stop_below=options.stop_below,
         )

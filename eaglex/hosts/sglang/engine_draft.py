@@ -5,8 +5,11 @@ Nothing of SGLang's draft is built: no model, no attention backend, no graph. Si
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +22,11 @@ from eaglex.engine import DraftBatch, DraftEngine
 from eaglex.errors import ConfigError
 from eaglex.hosts.draft_slots import current_stream, to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
+from eaglex.hosts.sglang.metrics import Metrics
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
-from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, allocate
+from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, VerifyPool
+from eaglex.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
 SHARED = ("embed_tokens", "lm_head")
@@ -58,21 +63,27 @@ class EngineDraft:
         self.speculation: SpeculationConfig = engine_arguments.speculation_of(server_args, options)
         decode, off = compat.symbol("Phase").DECODE, compat.symbol("Backend").DISABLED
         self.graphs = not compat.symbol("check_cuda_graph_backend")(decode, off)
-        self.speculative_num_steps = self.speculation.num_steps
-        self.speculative_num_draft_tokens = self.speculation.num_draft_tokens
+        self.speculative_num_steps = server_args.speculative_num_steps  # of the verification that comes
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.topk = self.speculation.topk
         self.graph_memory_usage: dict[str, float] = {}
         self.graph_time_usage: dict[str, float] = {}
         self._engine: DraftEngine | None = None
+        self.metrics: Metrics | None = None
+        self._buffers: dict[int, VerifyPool] = {}  # by nodes per request
         runner = target_worker.model_runner
         model_config = target_worker.model_config
         if model_config.model_is_mrope:
             raise ConfigError("EAGLEX does not serve a target with multimodal rotary positions (mrope).")
         started = time.perf_counter()
-        loaded = self._load(model_config)
-        self.config, self.facts, self.weights = loaded.config, loaded.facts, to_device(loaded.weights, device)
+        self.memory = draft_memory.Ledger(device)
+        with self.memory.taking("weights"):
+            loaded = self._load(model_config)
+            self.config, self.facts = loaded.config, loaded.facts
+            self._weights: DraftWeights | None = to_device(loaded.weights, device)
+        self.memory.planned["weights"] = draft_memory.own_weight_bytes(self._weights, self.facts.borrowed)
         self.weight_load_time = time.perf_counter() - started
-        self.kv_dtype = self.weights.fc.dtype
+        self.kv_dtype = self._weights.fc.dtype
         if loaded.aux.output_ids is None:
             raise ConfigError(f"{self.facts.label}: expected auxiliary layers, got none.")
         self.output_ids = loaded.aux.output_ids
@@ -145,10 +156,12 @@ class EngineDraft:
         slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
         shape = (slots, self.config.num_kv_heads, self.config.head_dim)
         # zeroed: a slot that no draft has written may be read, and NaN in it would void the draft of who reads it
-        self.draft_k, self.draft_v = (
-            [torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(self.config.num_layers)]
-            for _ in range(2)
-        )
+        with self.memory.taking("K and V"):
+            self.draft_k, self.draft_v = (
+                [torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(self.config.num_layers)]
+                for _ in range(2)
+            )
+        self.memory.planned["K and V"] = self.kv_bytes_per_token * slots
         self.req_to_token = req_to_token_pool.req_to_token
         max_batch = req_to_token_pool.size
         nodes = self.speculation.num_draft_tokens
@@ -156,31 +169,38 @@ class EngineDraft:
         self.limits = EngineLimits(max_batch=max_batch, max_rows=rows, num_slots=self.req_to_token.shape[0])
         self.translator = Translator(max_batch=max_batch, max_rows=rows, num_draft_tokens=nodes, device=self.device)
         self._build()
-        self._report(slots)
 
     def _build(self) -> None:
-        self._engine = DraftEngine(
-            self.config,
-            self.speculation,
-            limits=self.limits,
-            weights=self.weights,
-            req_to_token=self.req_to_token,
-            draft_k=self.draft_k,
-            draft_v=self.draft_v,
-        )
+        """The engine. The originals of the matrices that it keeps in an order of its own are let go of."""
+        weights, self._weights = self._weights, None
+        if weights is None:
+            weights = to_device(self._load(self.target_worker.model_config).weights, self.device)
+        borrowed = self.facts.borrowed
+        originals = [(weakref.ref(tensor), tensor.nbytes) for name, tensor in weights.named() if name not in borrowed]
+        with self.memory.taking("engine"):
+            self._engine = DraftEngine(
+                self.config,
+                self.speculation,
+                limits=self.limits,
+                weights=weights,
+                req_to_token=self.req_to_token,
+                draft_k=self.draft_k,
+                draft_v=self.draft_v,
+            )
+            del weights
+        dropped = sum(size for tensor, size in originals if tensor() is None)
+        results = sum(tensor.nbytes for tensor in vars(self._engine.results).values() if tensor is not None)
+        kept = self._engine.prepared_bytes - dropped
+        self.memory.planned["engine"] = kept + self._engine.workspace_bytes + results
 
-    def _report(self, slots: int) -> None:
-        own = draft_memory.own_weight_bytes(self.weights, self.facts.borrowed)
-        pool = sum(tensor.nbytes for tensor in (*self.draft_k, *self.draft_v))
+    def _report(self) -> None:
         logger.info(
-            "EAGLEX: draft weights %.3f GB (and the target's own %s), K and V %.3f GB (%d bytes for each of %d slots), "
-            "workspace %.3f GB, on %s.",
-            own / 1e9,
+            "EAGLEX: GPU memory %s; the draft shares %s with the target; %d bytes of K and V for each of %d slots; "
+            "drafts on %s.",
+            self.memory,
             " and ".join(self.facts.borrowed) or "nothing",
-            pool / 1e9,
             self.kv_bytes_per_token,
-            slots,
-            self.engine.workspace_bytes / 1e9,
+            self.draft_k[0].shape[0],
             self.engine.backend_name,
         )
 
@@ -192,11 +212,17 @@ class EngineDraft:
             raise ConfigError(f"target {type(model).__name__}: expected layers_to_capture={wanted}, got {seen}.")
 
     def init_cuda_graphs(self) -> None:
-        """Capture the engine's graphs; with the host's graphs off there are none."""
+        """Capture the engine's graphs; with the host's graphs off there are none. The last step of a start."""
+        self._capture()
+        self._report()
+
+    def _capture(self) -> None:
         if self.graphs:
             started = time.perf_counter()
-            self.engine.warm_up()
+            with self.memory.taking("graphs"):
+                self.engine.warm_up()
             self.graph_time_usage = {"draft_decode": time.perf_counter() - started}
+            self.graph_memory_usage = {"draft_decode": self.memory.used["graphs"] / 1e9}
 
     def renew(self) -> None:
         """The target's weights have changed, and those that the draft shares with it: the engine is made again."""
@@ -204,12 +230,12 @@ class EngineDraft:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
-        held = self._held(self.config.vocab_size, self.kv_dtype)
-        for name in self.facts.borrowed:
-            setattr(self.weights, name, held[name])
         self._engine = None  # before the next, as both would not fit beside each other
+        if self.metrics is not None:
+            self.metrics.restart()
+        self.memory = draft_memory.Ledger(self.device)
         self._build()
-        self.init_cuda_graphs()
+        self._capture()
 
     def forget(self) -> None:
         """No slot has a draft any more."""
@@ -218,10 +244,13 @@ class EngineDraft:
     def draft(self, batch: Any) -> Any:
         """The verifier's input, from the drafts of the batch's slots in the batch's order.
 
-        A request without a draft for its length is verified with its root alone.
+        A request without a draft for its length is verified with its root alone; of a chain that was drafted further
+        than is verified, the first nodes are.
         """
-        requests, nodes = batch.seq_lens.shape[0], self.speculation.num_draft_tokens
-        buffers = allocate(self._mask_place(batch), requests=requests, nodes=nodes, device=self.device)
+        requests, nodes = batch.seq_lens.shape[0], self.speculative_num_draft_tokens
+        if nodes not in self._buffers:
+            self._buffers[nodes] = VerifyPool(nodes=nodes, device=self.device)
+        buffers = self._buffers[nodes].take(self._mask_place(batch), requests=requests)
         tensors = buffers.tensors
         self.engine.tree(
             tensors,
@@ -231,14 +260,14 @@ class EngineDraft:
             stream=current_stream(self.device),
         )
         return compat.symbol("EagleVerifyInput")(
-            draft_token=tensors.draft_tokens.view(-1),
+            draft_token=buffers.draft_tokens,
             custom_mask=buffers.custom_mask,
-            positions=tensors.positions.view(-1),
+            positions=buffers.positions,
             retrieve_index=tensors.retrieve_index,
             retrieve_next_token=tensors.retrieve_next_token,
             retrieve_next_sibling=tensors.retrieve_next_sibling,
             retrieve_cum_len=None,
-            spec_steps=self.speculation.num_steps,
+            spec_steps=self.speculative_num_steps,
             topk=self.topk,
             draft_token_num=nodes,
             capture_hidden_mode=None,
@@ -258,15 +287,47 @@ class EngineDraft:
         buffer = place.buffer if place.fits(batch.seq_lens.shape[0]) else None
         return MaskPlace(MODES[place.mode.name], buffer, total)
 
-    def draft_verified(self, verified: Verified) -> None:
-        """Extend by the accepted tokens, then draft from each request's last one; on the current stream."""
-        self._launch(self.translator.after_verify(verified))
+    def draft_verified(self, verified: Verified, drafting: bool = True) -> None:
+        """Extend by the accepted tokens, then draft from each request's last one; on the current stream.
 
-    def draft_prefilled(self, prefilled: Prefilled) -> None:
+        Without `drafting` fc, K and V of the accepted tokens are kept and nothing is drafted.
+        """
+        self._launch(self.translator.after_verify(verified, drafting=drafting))
+
+    def draft_prefilled(self, prefilled: Prefilled, drafting: bool = True) -> None:
         """Extend by the prompts' tokens, then draft from each prompt that is whole; on the current stream."""
-        for batch in self.translator.after_prefill(prefilled):
+        for batch in self.translator.after_prefill(prefilled, drafting=drafting):
             self._launch(batch)
 
     def _launch(self, batch: DraftBatch) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
         run(batch, current_stream(self.device))
+        if self.metrics is not None:
+            self.metrics.after_launch(self.engine.results.counters)
+
+    def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
+        """One launch after a verification of so many requests and nodes, all accepted, to be timed at start.
+
+        Its rows are those that the host keeps for padding: KV slot 0, which every row of an unused table names.
+        """
+
+        def ints(values: int, count: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((count,), values, dtype=dtype, device=self.device)
+
+        rows = requests * nodes
+        verified = Verified(
+            hidden_states=torch.zeros((rows, self.config.aux_width), dtype=self.kv_dtype, device=self.device),
+            next_token_ids=ints(0, rows, torch.int32),
+            accept_lens=ints(nodes, requests, torch.int32),
+            seq_lens=ints(1, requests, torch.int64),
+            req_pool_indices=torch.arange(1, requests + 1, device=self.device),
+            out_cache_loc=ints(0, rows, torch.int64),
+        )
+        return functools.partial(self._launch, self.translator.after_verify(verified, drafting=drafting))
+
+    def end_trials(self) -> None:
+        """Leave no trace of trials: no draft, no count, nothing in the padding slot."""
+        self.forget()
+        self.engine.results.counters.zero_()
+        for pool in (*self.draft_k, *self.draft_v):
+            pool[0].zero_()

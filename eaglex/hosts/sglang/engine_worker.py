@@ -2,7 +2,7 @@
 
 One forward: join the last draft; turn the drafts of the batch's slots into the verifier's input and verify (or
 prefill); publish the lengths; fork the next draft. When it is enqueued is what `worker.py` has settled: with overlapped
-scheduling at the next forward's top, else before the forward returns.
+scheduling at the end of the scheduler's turn, else before the forward returns.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from eaglex.errors import ConfigError
-from eaglex.hosts.sglang import compat, hooks, options
+from eaglex.hosts.sglang import compat, hooks, metrics, options, step_choice
 from eaglex.hosts.sglang.engine_draft import EngineDraft
+from eaglex.hosts.sglang.steps import Always, StepPlan
 from eaglex.hosts.sglang.stream import DraftStream, Fence, Work
 from eaglex.hosts.sglang.translate import Prefilled, Verified, unfinished_of
+from eaglex.hosts.sglang.verify_states import VerifyStates
 
 logger = logging.getLogger(__name__)
 _Base: Any = compat.symbol("BaseSpecWorker")
@@ -43,10 +45,13 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._draft_worker = EngineDraft(
             server_args, options.read(), target_worker=target_worker, device=device, algorithm=algorithm
         )
+        self._plan = StepPlan(Always(self.speculative_num_steps))  # until init_cuda_graphs knows more
+        self._states: VerifyStates | None = None
         self._stream = DraftStream(device)
         self._fence = Fence()
         manager = compat.symbol("SchedulerWeightUpdaterManager")
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
+        hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
         logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
@@ -63,6 +68,18 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         rows = req_to_token_pool.size
         self._no_topk_p = torch.zeros((rows, 1), dtype=torch.float32, device=self.device)
         self._no_topk_index = torch.zeros((rows, 1), dtype=torch.int64, device=self.device)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the engine's graphs, and the target's for other numbers of steps where they may be chosen."""
+        super().init_cuda_graphs()
+        chosen = step_choice.choose(
+            self.server_args, self._draft_worker, self.target_worker.model_runner, pausing=options.read().pausing
+        )
+        self._plan, self._states = StepPlan(chosen.choice), chosen.states
+        self._draft_worker.metrics = metrics.of(self.server_args, self.ps.tp_rank, self._draft_worker.device)
+        if chosen.states is not None:
+            self._additional_graph_memory_usage["target_verify"] = chosen.gigabytes
+            self._additional_graph_time_usage["target_verify"] = chosen.seconds
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
         """Verify the drafts of the batch, or prefill it, and fork the next draft.
@@ -100,9 +117,11 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             prefix_lens=list(batch.prefix_lens),
             unfinished=unfinished_of(batch),
         )
-        return result, functools.partial(self._draft_worker.draft_prefilled, prefilled), prefilled
+        draft = functools.partial(self._draft_worker.draft_prefilled, prefilled, self._plan.drafting)
+        return result, draft, prefilled
 
     def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[], None], Any]:
+        self._set_steps(self._plan.verification(batch.seq_lens.shape[0]))
         batch.spec_info = self._draft_worker.draft(batch)
         result = self.verify(batch, grammar_barrier)
         result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
@@ -114,7 +133,21 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             req_pool_indices=batch.req_pool_indices,
             out_cache_loc=batch.out_cache_loc,
         )
-        return result, functools.partial(self._draft_worker.draft_verified, verified), verified
+        return result, functools.partial(self._draft_worker.draft_verified, verified, self._plan.drafting), verified
+
+    def _set_steps(self, steps: int) -> None:
+        """What is verified from now on; the scheduler and its metrics read it here."""
+        if self._states is None or steps == self.speculative_num_steps:
+            return
+        state = self._states.activate(steps)
+        for owner in (self, self._draft_worker):
+            owner.speculative_num_steps, owner.speculative_num_draft_tokens = state.steps, state.nodes
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """The host has the accept counts of one verification on the CPU; the same on all ranks, in the same order."""
+        self._plan.observe(num_correct_drafts_per_req, batch_size)
+        if self._draft_worker.metrics is not None:
+            self._draft_worker.metrics.paused(self._plan.paused_cycles)
 
     def verify(self, batch: Any, grammar_barrier: Any = None) -> Any:
         """The host's verification of `batch.spec_info`."""
@@ -155,6 +188,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""
         self._stream.drain()
+        logger.info("EAGLEX: requests since the start, by outcome: %s.", self._draft_worker.engine.counters())
         self._draft_worker.forget()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

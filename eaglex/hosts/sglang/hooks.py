@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+from eaglex.hosts.sglang import compat
+
 # of the host's SchedulerWeightUpdaterManager: all ways to change a target's weights
 UPDATES: Final = (
     "update_weights_from_disk",
@@ -13,6 +15,7 @@ UPDATES: Final = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
+
 
 def nothing() -> None:
     """The default of both actions."""
@@ -30,3 +33,11 @@ def around(owner: Any, name: str, *, before: Callable[[], None] = nothing, after
         return result
 
     setattr(owner, name, wrapped)
+
+
+def at_the_end_of_a_turn(action: Callable[[], None]) -> None:
+    """Run `action` in every turn of the scheduler's overlapped loop, idle ones too, after the results are passed on.
+
+    The loop has no hook of its own; the last method that it calls in each turn is the one that samples late.
+    """
+    around(compat.symbol("Scheduler"), "launch_batch_sample_if_needed", after=action)

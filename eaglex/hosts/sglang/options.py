@@ -42,7 +42,7 @@ class Options:
     drafter: which draft model runs. placement: where. aux_layer_ids, convention: the target's layers that feed the
     draft, where its config is wrong or silent (docs/checkpoints.md). stop_below: as in SpeculationConfig. max_rows:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
-    chunk size, at most DEFAULT_ROWS.
+    chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
@@ -53,6 +53,7 @@ class Options:
     convention: AuxConvention | None = None
     stop_below: float = 0.0
     max_rows: int = 0
+    pausing: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
@@ -117,6 +118,12 @@ def _integer(name: str, value: object) -> int:
     return value
 
 
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        _fail(name, "true or false", value)
+    return value
+
+
 def _fail(name: str, expected: str, actual: object) -> NoReturn:
     raise ConfigError(f"{VARIABLE}: {name}: expected {expected}, got {actual!r}")
 
@@ -128,4 +135,5 @@ _READERS: dict[str, Any] = {
     "convention": _member(AuxConvention),
     "stop_below": _number,
     "max_rows": _integer,
+    "pausing": _flag,
 }

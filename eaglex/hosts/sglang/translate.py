@@ -84,24 +84,40 @@ class Translator:
             raise ShapeError(f"max_rows: expected at least {max_batch * num_draft_tokens}, got {max_rows}")
         self.max_batch, self.max_rows, self.num_draft_tokens = max_batch, max_rows, num_draft_tokens
         self.device = device
-        self._row_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * num_draft_tokens
-        self._drafted = torch.ones(max_batch, dtype=torch.bool, device=device)
+        # by B, since a slice costs as much CPU time as handing the tensor over; the first by rows per request too
+        self._row_starts: dict[int, list[Tensor]] = {}
+        self._draft_from = {
+            drafting: self._slices(torch.full((max_batch,), drafting, dtype=torch.bool, device=device), 0)
+            for drafting in (True, False)
+        }
+        self.row_starts(num_draft_tokens)
 
-    def after_verify(self, verified: Verified) -> DraftBatch:
-        """All requests, each drafted from its last accepted row."""
+    def _slices(self, tensor: Tensor, more: int) -> list[Tensor]:
+        """The first B + more elements, for every B."""
+        return [tensor[: requests + more] for requests in range(self.max_batch + 1)]
+
+    def row_starts(self, nodes: int) -> list[Tensor]:
+        """row_start [B + 1] by B, where each request has so many rows."""
+        if nodes not in self._row_starts:
+            starts = torch.arange(self.max_batch + 1, dtype=torch.int32, device=self.device) * nodes
+            self._row_starts[nodes] = self._slices(starts, 1)
+        return self._row_starts[nodes]
+
+    def after_verify(self, verified: Verified, *, drafting: bool = True) -> DraftBatch:
+        """All requests, each drafted from its last accepted row; without `drafting` their K and V are kept alone."""
         requests = verified.accept_lens.shape[0]
         return DraftBatch(
             aux_hidden_states=verified.hidden_states,
             input_ids=verified.next_token_ids,
-            row_start=self._row_start[: requests + 1],
+            row_start=self.row_starts(verified.hidden_states.shape[0] // requests)[requests],
             num_valid=verified.accept_lens,
-            draft_from=self._drafted[:requests],
+            draft_from=self._draft_from[drafting][requests],
             req_pool_indices=verified.req_pool_indices,
             seq_lens=verified.seq_lens,
             out_cache_loc=verified.out_cache_loc,
         )
 
-    def after_prefill(self, prefilled: Prefilled) -> Iterator[DraftBatch]:
+    def after_prefill(self, prefilled: Prefilled, *, drafting: bool = True) -> Iterator[DraftBatch]:
         """The prompts in launches of at most max_rows rows, in order: a launch reads what those before it wrote."""
         lengths = prefilled.extend_lens
         total = sum(lengths)
@@ -131,7 +147,7 @@ class Translator:
                 input_ids=input_ids[piece.start : piece.stop],
                 row_start=row_start,
                 num_valid=num_valid,
-                draft_from=self._draft_from(piece, ends, prefilled.unfinished),
+                draft_from=self._whole(piece, ends, prefilled.unfinished) if drafting else self._none(count),
                 req_pool_indices=prefilled.req_pool_indices[piece.first : piece.last + 1],
                 seq_lens=seq_lens,
                 out_cache_loc=prefilled.out_cache_loc[piece.start : piece.stop],
@@ -145,11 +161,15 @@ class Translator:
         seq_lens = [prefix_lens[i] + start - ends[i] for i, (start, _) in zip(places, bounds, strict=True)]
         return [*row_start, *(stop - start for start, stop in bounds), *seq_lens]
 
-    def _draft_from(self, piece: Piece, ends: list[int], unfinished: Unfinished | None) -> Tensor:
+    def _none(self, requests: int) -> Tensor:
+        return self._draft_from[False][requests]
+
+    def _whole(self, piece: Piece, ends: list[int], unfinished: Unfinished | None) -> Tensor:
+        """draft_from: the requests whose prompt ends in this piece."""
         places = range(piece.first, piece.last + 1)
         held = [ends[i + 1] > piece.stop or (unfinished is not None and unfinished.place == i) for i in places]
         if not any(held):
-            return self._drafted[: len(held)]
+            return self._draft_from[True][len(held)]
         return torch.tensor([not one for one in held]).to(self.device, non_blocking=True)
 
     def _next_tokens(self, prefilled: Prefilled, last_rows: Tensor) -> Tensor:

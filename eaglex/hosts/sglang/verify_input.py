@@ -6,6 +6,7 @@ Sizes: B requests, N nodes per request, root included.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -35,10 +36,37 @@ class MaskPlace:
 
 @dataclass(frozen=True)
 class VerifyBuffers:
-    """Tensors of one verification: the engine's view of them, and the mask as the host reads it (flat)."""
+    """Tensors of one verification: the engine's view of them, and what the host reads flat."""
 
     tensors: VerifyTensors
     custom_mask: Tensor
+    draft_tokens: Tensor
+    positions: Tensor
+
+
+class VerifyPool:
+    """Buffers that are used again and again: making them costs more CPU time than the kernel that fills them.
+
+    A verification reads its own on the stream on which the next one's are filled, so one set would do; with SETS of
+    them, by turns, the host may still look at what the verification before was made of.
+    """
+
+    SETS: Final = 2
+
+    def __init__(self, *, nodes: int, device: torch.device) -> None:
+        self.nodes, self.device = nodes, device
+        self._made: dict[tuple[int, MaskMode, int], list[VerifyBuffers]] = {}
+
+    def take(self, place: MaskPlace, *, requests: int) -> VerifyBuffers:
+        """Buffers for B requests. Where the mask has no place of its own they are new: its size changes always."""
+        if place.buffer is None:
+            return allocate(place, requests=requests, nodes=self.nodes, device=self.device)
+        sets = self._made.setdefault((requests, place.mode, place.buffer.data_ptr()), [])
+        if len(sets) < self.SETS:
+            sets.insert(0, allocate(place, requests=requests, nodes=self.nodes, device=self.device))
+        else:
+            sets.insert(0, sets.pop())
+        return sets[0]
 
 
 def allocate(place: MaskPlace, *, requests: int, nodes: int, device: torch.device) -> VerifyBuffers:
@@ -56,6 +84,8 @@ def allocate(place: MaskPlace, *, requests: int, nodes: int, device: torch.devic
             mask_mode=place.mode,
         ),
         flat,
+        ids[0].view(-1),
+        ids[1].view(-1),
     )
 
 

@@ -1,10 +1,11 @@
 """The worker that SGLang's scheduler drives under EAGLEX.
 
 One forward: join the last draft; take the drafts of the batch's slots and verify them (or prefill); publish the
-lengths; fork the next draft. With overlapped scheduling the draft is enqueued where the next forward joins it: after
+lengths; fork the next draft. With overlapped scheduling the draft is enqueued at the end of the scheduler's turn: after
 the host has enqueued its result copy and passed on the tokens of the forward before. On the GPU it still starts where
 verification ends, unless the CPU is late; and where the CPU is what a server waits for, enqueuing it any sooner would
-hold those tokens back by as long as that takes.
+hold those tokens back by as long as that takes. Any later, at the next forward's top, it would hold back the prompt of
+the next request that reaches an idle server.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
         # would write to pages that are gone. 0.5.17 has no hook of its own for this.
         manager = compat.symbol("SchedulerWeightUpdaterManager")
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
+        hooks.at_the_end_of_a_turn(self._stream.launch)
         logger.info("EAGLEX: drafts right after verification, on a stream of its own.")
 
     @property

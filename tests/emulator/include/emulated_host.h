@@ -16,7 +16,7 @@ enum cudaError_t {
   cudaErrorLaunchFailure = 719
 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -25,6 +25,7 @@ inline constexpr unsigned cudaHostRegisterPortable = 1, cudaHostRegisterMapped =
 struct cudaIpcMemHandle_t {
   char reserved[64];
 };
+inline constexpr unsigned cudaEventDisableTiming = 2;
 
 namespace emulator {
 
@@ -32,6 +33,9 @@ using Work = std::function<cudaError_t()>;
 using Graph = std::vector<Work>;
 struct Stream {
   Graph* capture = nullptr;
+};
+struct Event {
+  std::size_t after = 0;  // launches that must have run
 };
 
 // Runs `thread` once per thread of the grid, block after block.
@@ -42,6 +46,7 @@ cudaError_t submit(Stream* stream, Work work);
 }  // namespace emulator
 
 using cudaStream_t = emulator::Stream*;
+using cudaEvent_t = emulator::Event*;
 using cudaGraph_t = emulator::Graph*;
 using cudaGraphExec_t = emulator::Graph*;
 
@@ -91,6 +96,12 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);

@@ -1,0 +1,91 @@
+"""eaglex's own counters on the host's `/metrics`, beside the host's accept length, rate, steps and nodes.
+
+The host collects what its processes write with prometheus_client (its directory is in the environment before any
+process of it exists). What the engine counts lies on the device: it is copied now and then behind a draft, and looked
+at later, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from eaglex.engine import LaneStatus
+
+LANES: Final = "eaglex:lanes"
+PAUSED: Final = "eaglex:paused_cycles"
+EVERY: Final = 64  # launches
+
+
+@functools.cache
+def _counters(registry: Any) -> tuple[Any, Any]:
+    """The process's two metrics; prometheus_client allows each name once."""
+    from prometheus_client import REGISTRY, Counter
+
+    where = registry or REGISTRY
+    lanes = Counter(
+        LANES,
+        "Requests of draft launches by what became of them: drafted, held (a prompt's chunk, or drafting pauses), "
+        "padded, stopped early, or no draft because of no_room, not_finite, bad_index.",
+        ["model_name", "tp_rank", "outcome"],
+        registry=where,
+    )
+    paused = Counter(
+        PAUSED, "Verifications after which nothing was drafted.", ["model_name", "tp_rank"], registry=where
+    )
+    return lanes, paused
+
+
+class Metrics:
+    """Counts of one worker. `after_launch` is called with the engine's counters, on the stream of its launch."""
+
+    def __init__(self, model_name: str, tp_rank: int, *, device: torch.device, registry: Any = None) -> None:
+        self._lanes, paused = _counters(registry)
+        self._labels = {"model_name": model_name, "tp_rank": str(tp_rank)}
+        self._paused = paused.labels(**self._labels)
+        self._seen, self._paused_seen, self._launches = [0] * len(LaneStatus), 0, 0
+        self._gpu = device.type == "cuda"
+        self._copy = torch.zeros(len(LaneStatus), dtype=torch.int64, pin_memory=self._gpu)
+        self._copied: Any = None
+
+    def after_launch(self, counters: Tensor) -> None:
+        """Copy the counters behind every EVERY-th launch; add up what has come over since the last look."""
+        self._launches += 1
+        if self._copied is not None and self._copied.query():
+            self._take()
+        if self._launches % EVERY or self._copied is not None:
+            return
+        self._copy.copy_(counters, non_blocking=True)
+        if not self._gpu:
+            self._take()
+            return
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def paused(self, cycles: int) -> None:
+        """Paused cycles since the start."""
+        if cycles > self._paused_seen:
+            self._paused.inc(cycles - self._paused_seen)
+            self._paused_seen = cycles
+
+    def restart(self) -> None:
+        """The engine is another one, and counts from zero."""
+        self._seen, self._copied = [0] * len(LaneStatus), None
+
+    def _take(self) -> None:
+        self._copied = None
+        for status, now in zip(LaneStatus, self._copy.tolist(), strict=True):
+            new = now - self._seen[status]
+            if new > 0:
+                self._lanes.labels(**self._labels, outcome=status.name.lower()).inc(new)
+                self._seen[status] = now
+
+
+def of(server_args: Any, tp_rank: int, device: torch.device) -> Metrics | None:
+    """Where the host has metrics on, on the rank that drafts."""
+    if not server_args.enable_metrics or tp_rank != 0:
+        return None
+    return Metrics(server_args.served_model_name, tp_rank, device=device)

@@ -1,0 +1,16 @@
+#!/bin/sh
+# An SGLang server that drafts with eaglex:  sglang_server.sh TARGET DRAFT [more of SGLang's own flags]
+# Needs sglang==0.5.17 and eaglex in one environment.
+set -eu
+target=$1 draft=$2
+shift 2
+export EAGLEX_OPTIONS="${EAGLEX_OPTIONS:-{\"drafter\": \"engine\"\}}"
+exec python3 -m sglang.launch_server \
+  --model-path "$target" \
+  --speculative-algorithm EAGLEX \
+  --speculative-draft-model-path "$draft" \
+  --speculative-num-steps 5 \
+  --speculative-eagle-topk 1 \
+  --speculative-num-draft-tokens 6 \
+  --enable-metrics \
+  "$@"

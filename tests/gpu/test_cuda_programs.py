@@ -1,0 +1,36 @@
+"""The C++ programs that check the streaming kernels: each against a plain one, and each launch of a cycle delayed.
+
+They are built with EAGLEX_BENCH=ON (`make cuda`), and looked for where that leaves them or in EAGLEX_BENCH_DIR.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+pytestmark = pytest.mark.gpu
+
+
+def find(name: str) -> Path | None:
+    """EAGLEX_BENCH_DIR, where it is set, is the only place."""
+    named = os.environ.get("EAGLEX_BENCH_DIR")
+    folders = [Path(named)] if named else [ROOT / "build-cuda", *sorted((ROOT / "build").glob("*"))]
+    return next((path for folder in folders if (path := folder / name).is_file()), None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", ["bench_delays", "bench_steps small", "bench_steps check"])
+def test_it_ends_well(command) -> None:
+    name, *arguments = command.split()
+    program = find(name)
+    if program is None:
+        leave = pytest.fail if "EAGLEX_BENCH_DIR" in os.environ else pytest.skip
+        leave(f"{name} is not built: EAGLEX_BENCH=ON builds it")
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=570, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"

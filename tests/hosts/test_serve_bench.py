@@ -1,0 +1,112 @@
+"""tools/serve_bench.py without a GPU: the files that its engine reads, its rows, and the probe's stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serve_bench
+import torch
+from serve_parts import probe
+from serve_parts.weights import write_weights
+
+from eaglex import checkpoint
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_the_files_are_what_the_loader_reads(tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder, more in ((target, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}),
+                         (draft, {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+                                  "draft_vocab_size": 64})):  # fmt: skip
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPE | more))
+    write_weights(target, draft, SHAPE, 64)
+    held = {"embed_tokens": torch.zeros(512, 128, dtype=torch.bfloat16)}
+    loaded = checkpoint.load(draft, target=target, max_positions=4096, held=held)
+    assert loaded.weights.embed_tokens is held["embed_tokens"]
+    assert loaded.aux.output_ids == (1, 3, 4)
+    assert loaded.weights.fc.float().std() > 0.01
+
+
+def a_round(tok_s: float, extend: float) -> dict[str, Any]:
+    stages = {"draft": 10.0, "extend": extend, "verify": 1900.0, "host": 80.0, "late": 20.0}
+    return {
+        "batches": {"1": {"tok_s": tok_s, "cycle_us": 3e6 / tok_s, "accept_length": 3.0}}, "ttft_ms": 9.0,
+        "probe": {
+            "stages": {name: {"1": {"median": us, "n": 9}} for name, us in stages.items()}, "gpu_bytes": 2 * 10**9,
+            "paused_cycles": 4,
+        },
+    }  # fmt: skip
+
+
+def test_a_row_is_the_median_over_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHES", "1")
+    rounds = [a_round(900, 1200), a_round(1000, 1000), a_round(700, 1100)]
+    (row,) = serve_bench.rows_of("eaglex", rounds, startup=40.0, commit="abc")
+    expected = {
+        "engine": "eaglex", "tok_s": 900, "draft_us": 1110.0, "extend_us": 1100, "host_us": 100.0, "memory_gb": 2.0,
+        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 4,
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == expected
+    (none,) = serve_bench.rows_of("none", [a_round(450, 1) | {"probe": {}}], startup=30.0, commit="abc")
+    assert (none["draft_us"], none["host_us"], none["num_steps"]) == (None, None, 0)
+    (stock,) = serve_bench.rows_of("eagle3", [a_round(600, 1)], startup=30.0, commit="abc")
+    lines = serve_bench.table({"rows": [row, stock, none]})
+    assert lines[2].endswith("| 1.500 |")
+    assert lines[4].endswith("| 0.750 |")
+
+
+@pytest.mark.parametrize("name", serve_bench.ENGINES)
+def test_an_engine_has_its_own_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEX_OPTIONS", '{"max_rows": 512}')
+    found = serve_bench.process_of(name, tmp_path, 0).environment
+    assert found["SGLANG_SIMULATE_ACC_LEN"] == ("1" if name == "pausing" else "3")
+    assert ("SERVE_PROBE" in found) is (name != "none")
+    wanted = {
+        "eaglex": {"drafter": "engine"}, "pausing": {"drafter": "engine", "pausing": True},
+        "socket": {"drafter": "host"},
+    }.get(name)  # fmt: skip
+    chosen = json.loads(found["EAGLEX_OPTIONS"]) if "EAGLEX_OPTIONS" in found else None
+    assert chosen == (wanted | {"max_rows": 512} if wanted else None)
+
+
+def test_the_probe_counts_a_forward_without_its_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(probe, "rows", [])
+
+    class Mode:
+        def is_extend(self) -> bool:
+            return False
+
+    class Batch:
+        reqs, forward_mode, is_extend_in_batch = (1, 2), Mode(), False
+
+    class Worker:
+        def verify(self) -> None:
+            clock[0] += 5e-3
+
+        def forward_batch_generation(self, batch: Batch, on_publish: Any = None) -> None:
+            clock[0] += 1e-4
+            self.verify()
+            on_publish()
+
+    probe.verification(Worker)
+    probe.forward(Worker, "/nowhere")
+
+    def publish() -> None:
+        clock[0] += 1e-2
+
+    for _ in range(2):
+        Worker().forward_batch_generation(Batch(), on_publish=publish)
+    assert probe.rows
+    assert all(row[:2] == ("host", 2) and row[2] == pytest.approx(100) for row in probe.rows)

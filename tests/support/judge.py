@@ -1,0 +1,159 @@
+"""Drafts in 16 bits, held to float64 along their own paths, also where a near tie sent them another way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from eaglex import reference
+from eaglex.config import DraftConfig, SpeculationConfig
+from eaglex.reference import Draft, DraftCache
+from eaglex.weights import DraftWeights
+
+
+@dataclasses.dataclass
+class Side:
+    """One request right after extend, in the type of these weights."""
+
+    weights: DraftWeights
+    cache: DraftCache
+    logits: Tensor
+    hidden: Tensor
+
+
+def depths(parents: Tensor) -> list[int]:
+    """Depth of every node, the root (0) first."""
+    depth = [0]
+    for parent in parents.tolist():
+        depth.append(depth[parent] + 1)
+    return depth
+
+
+def along_paths(config: DraftConfig, side: Side, drafted: Draft, last: int) -> Tensor:
+    """Log-probabilities [n + 1, Vd] of what follows the root and every node of depth below `last`; NaN for the rest."""
+    past, prefix = len(side.cache), side.cache.rows
+    local = DraftCache(list(side.cache.k), list(side.cache.v), side.cache.start)
+    depth, parents = depths(drafted.parents), drafted.parents.tolist()
+    hidden: dict[int, Tensor] = {0: side.hidden}
+    seen: dict[int, list[int]] = {0: []}
+    rows = torch.full((len(depth), config.draft_vocab_size), torch.nan, dtype=torch.float64)
+    rows[0] = torch.log_softmax(side.logits.double(), -1)
+    for d in range(1, last):
+        level = [node for node in range(1, len(depth)) if depth[node] == d]
+        if not level:
+            break
+        visible = torch.zeros(len(level), local.rows + len(level), dtype=torch.bool)
+        visible[:, :prefix] = True
+        for i, node in enumerate(level):
+            seen[node] = [*seen[parents[node - 1]], local.rows + i]
+            visible[i, seen[node]] = True
+        logits, states = reference.forward(
+            config, side.weights, local, torch.stack([hidden[parents[node - 1]] for node in level]),
+            drafted.tokens[[node - 1 for node in level]], torch.full((len(level),), past + d - 1), visible)
+        for i, node in enumerate(level):
+            hidden[node] = states[i]
+            rows[node] = torch.log_softmax(logits[i].double(), -1)
+    return rows
+
+
+def cumulative(rows: Tensor, drafted: Draft, ids: list[int]) -> Tensor:
+    """Scores [n] of the drafted nodes by these rows; ids are the tokens in the draft's vocabulary."""
+    scores = torch.zeros(len(ids) + 1, dtype=torch.float64)
+    for node, (parent, token) in enumerate(zip(drafted.parents.tolist(), ids, strict=True), 1):
+        scores[node] = scores[parent] + rows[parent, token]
+    return scores[1:]
+
+
+def regret(speculation: SpeculationConfig, rows: Tensor, drafted: Draft, ids: list[int], exact: Tensor) -> float:
+    """By how much, in exact log-probability, a choice of the draft fell short of the best one; 0 where it did not.
+
+    A node must be among the k best successors of its parent, its parent among the k best of its depth (by the draft's
+    own scores, and exactly so), and no successor that was left out may beat the worst node that was kept.
+    """
+    k, depth, parents = speculation.topk, depths(drafted.parents), drafted.parents.tolist()
+    own = [0.0, *drafted.scores.tolist()]
+
+    def expanded(node: int) -> bool:
+        better = sum(own[other] > own[node] for other in range(len(own)) if depth[other] == depth[node])
+        return depth[node] < speculation.num_steps and better < k
+
+    children: dict[int, set[int]] = {}
+    for parent, token in zip(parents, ids, strict=True):
+        assert token not in children.setdefault(parent, set()), f"node {parent} has token {token} twice"
+        children[parent].add(token)
+    assert all(expanded(parent) for parent in children), f"a node outside the frontier has successors: {drafted}"
+    worst = 0.0
+    for parent, tokens in children.items():
+        best = rows[parent].topk(min(k, rows.shape[1])).values[-1]
+        worst = max(worst, *(float(best - rows[parent, token]) for token in tokens))
+    if len(ids) == speculation.num_draft_tokens - 1 < speculation.num_candidates:
+        scores, least, deepest = [0.0, *exact.tolist()], float(exact.min()), max(depth)
+        for node in range(len(depth)):
+            if not expanded(node) or depth[node] >= deepest:  # an early stop may have left these
+                continue
+            taken = children.get(node, set())
+            # Where k were taken, one that was left out may as well have lost to the worst of them.
+            full = len(taken) == min(k, rows.shape[1])
+            lost = min(float(rows[node, token]) for token in taken) if full else -torch.inf
+            best_values, best_ids = rows[node].topk(min(k, rows.shape[1]))
+            for value, token in zip(best_values.tolist(), best_ids.tolist(), strict=True):
+                if token not in taken:
+                    worst = max(worst, min(scores[node] + value - least, value - lost))
+    return worst
+
+
+class Judge:
+    """Collects the errors of many drafts by depth; `check` holds them to twice those of plain PyTorch."""
+
+    ENOUGH = 40  # drafts; the share of a rule of root mean squares that chance alone breaks is small from here on
+
+    def __init__(self, config: DraftConfig, speculation: SpeculationConfig) -> None:
+        self.config, self.speculation = config, speculation
+        steps = speculation.num_steps + 1
+        self.error, self.allowed = (torch.zeros(steps, dtype=torch.float64) for _ in range(2))
+        self.nodes = torch.zeros(steps, dtype=torch.int64)
+        self.regrets: list[float] = []
+        self.worst = 0.0  # largest difference of a single score
+
+    def take(self, drafted: Draft, exact: Side, plain: Side) -> None:
+        """One draft of the engine; `exact` and `plain` hold the same request in float64 and in the engine's type."""
+        if not len(drafted.tokens):
+            return
+        ids = self._draft_ids(exact.weights, drafted.tokens)
+        right, other = (along_paths(self.config, side, drafted, self.speculation.num_steps) for side in (exact, plain))
+        scores, theirs = cumulative(right, drafted, ids), cumulative(other, drafted, ids)
+        depth = torch.tensor(depths(drafted.parents)[1:])
+        errors = drafted.scores.double() - scores
+        self.error.index_add_(0, depth, errors.square())
+        self.allowed.index_add_(0, depth, (theirs - scores).square())
+        self.nodes.index_add_(0, depth, torch.ones_like(depth))
+        self.worst = max(self.worst, float(errors.abs().max()))
+        self.regrets.append(regret(self.speculation, right, drafted, ids, scores))
+
+    @property
+    def rounding(self) -> float:
+        """PyTorch's root mean square error over all depths. The floor is for few drafts, by chance exact."""
+        return max(0.02, float((self.allowed.sum() / self.nodes.sum()).sqrt()))
+
+    def check(self) -> None:
+        """At every depth at most twice PyTorch's error, no choice worse than rounding explains."""
+        if len(self.regrets) < self.ENOUGH:
+            return
+        used = self.nodes > 0
+        error, allowed = ((t[used] / self.nodes[used]).sqrt() for t in (self.error, self.allowed))
+        assert bool((error <= 2 * allowed).all()), f"by depth {error.tolist()} against {allowed.tolist()}"
+        self.check_choices()
+
+    def check_choices(self) -> None:
+        """What can be said of a few drafts already: no score and no choice is off by eight times PyTorch's error."""
+        limit = 8 * self.rounding
+        assert self.worst <= limit, f"a score is off by {self.worst}, rounding is {self.rounding}"
+        assert max(self.regrets) <= limit, f"a choice is off by {max(self.regrets)}, rounding is {self.rounding}"
+
+    def _draft_ids(self, weights: DraftWeights, tokens: Tensor) -> list[int]:
+        if weights.d2t is None:
+            return [int(t) for t in tokens]
+        table = {int(i + d): i for i, d in enumerate(weights.d2t.tolist())}
+        return [table[int(t)] for t in tokens]

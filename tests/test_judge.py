@@ -1,0 +1,97 @@
+"""The judge of 16-bit drafts lets rounding pass and nothing else: each fault that is planted here is found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.judge import Judge
+from support.rig import Ask, Layout
+from support.streamed import StreamedRig, make_streamed_config
+
+from eaglex import reference
+from eaglex.config import SpeculationConfig
+
+CHAIN = SpeculationConfig(num_steps=4)
+TREE = SpeculationConfig(num_steps=4, topk=3, num_draft_tokens=12)
+
+
+class OnTheCpu(StreamedRig):
+    """bf16 weights, rows and pool; the CPU backend keeps activations in float32, so its errors are small."""
+
+    device = "cpu"
+
+    def check_backend(self) -> None:
+        pass
+
+
+def judged(speculation: SpeculationConfig, drafts: int = 12):
+    """Requests past their prompts: (rig, outcomes of a cycle that the engine has run but nobody judged)."""
+    rig = OnTheCpu(make_streamed_config(), speculation, layout=Layout(num_slots=drafts + 1, max_batch=drafts,
+                                                                      max_rows=200))
+    for request in range(drafts):
+        rig.join(request, 1 + request)
+    rig.compare(rig.cycle([Ask(r, 9) for r in range(drafts)]))
+    rig.judge = Judge(rig.config, speculation)
+    return rig, rig.cycle([Ask(r, 5, 1 + r % 5) for r in range(drafts)])
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+def test_right_drafts_pass(speculation) -> None:
+    rig, outcomes = judged(speculation)
+    assert rig.compare(outcomes) == 12
+    rig.judge.ENOUGH = 1
+    rig.judge.check()
+    assert rig.judge.worst < 0.03
+    assert max(rig.judge.regrets) < 0.02
+    rig.compare_pool()
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_wrong_key_of_one_head_is_found(speculation, head) -> None:
+    """Keys of one of two KV heads, each a position off, in an engine that is else right."""
+    rig, _ = judged(speculation)
+    for request in rig.requests.values():
+        at = rig.table[request.slot, : request.length].long()
+        keys = rig._pool[0][0]
+        keys[at, head] = keys[at, head].roll(1, 0)
+    rig.judge.ENOUGH = 1
+    with pytest.raises(AssertionError, match="by depth|is off by"):
+        rig.compare(rig.cycle([Ask(r, 5, 1 + r % 5) for r in range(12)]))
+
+
+def spoiled(rig, outcome, **changes: torch.Tensor) -> None:
+    rig.judge = Judge(rig.config, rig.speculation)
+    rig.judge.take(dataclasses.replace(rig.drafted(outcome.slot), **changes), outcome.exact, outcome.plain)
+    rig.judge.check_choices()
+
+
+def test_each_part_of_a_draft_counts() -> None:
+    rig, outcomes = judged(TREE)
+    outcome = outcomes[0]
+    drafted = rig.drafted(outcome.slot)
+    spoiled(rig, outcome)
+    with pytest.raises(AssertionError, match="a score is off"):
+        spoiled(rig, outcome, scores=drafted.scores - 0.3)
+    with pytest.raises(AssertionError, match="has token"):
+        spoiled(rig, outcome, tokens=drafted.tokens.clone().index_fill(0, torch.tensor([0, 1]), int(drafted.tokens[0])))
+    # Another token with a score of its own: the score may be right, the choice is not.
+    tokens = drafted.tokens.clone()
+    targets = torch.arange(rig.config.draft_vocab_size) + rig.weights.d2t
+    worse = torch.log_softmax(outcome.exact.logits, -1).argsort(descending=True)[20]
+    tokens[0] = targets[worse]
+    with pytest.raises(AssertionError, match="is off by"):
+        spoiled(rig, outcome, tokens=tokens)
+    # The best leaf is missing, and nothing is in its place.
+    leaves = [i for i in range(11) if i + 1 not in drafted.parents.tolist()]
+    best = max(leaves, key=lambda i: float(drafted.scores[i]))
+    kept = [i for i in range(11) if i != best]
+    parents = drafted.parents.clone()
+    parents[parents > best + 1] -= 1
+    rig.judge = Judge(rig.config, dataclasses.replace(TREE, num_draft_tokens=11))
+    rig.judge.take(reference.Draft(drafted.tokens[kept], parents[kept], drafted.scores[kept]), outcome.exact,
+                   outcome.plain)
+    with pytest.raises(AssertionError, match="a choice is off"):
+        rig.judge.check_choices()

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Speed of SGLang with eaglex's engine, with EAGLE3 and without speculation: rows of bench/results/serve-h200x2.json.
+
+    serve_bench.py install SITE         # entry points of eaglex and of the probe, into a folder on PYTHONPATH
+    serve_bench.py run OUT              # OUT/serve.json and a log of every engine
+    serve_bench.py table OUT/serve.json
+
+Dummy weights of the Llama-3.1-8B shape with LAYERS (8) layers of target; every verification accepts 3 tokens
+(SGLANG_SIMULATE_ACC_LEN), whatever was drafted. All engines are up at once, and rounds are taken in turn, one engine at
+work at a time; a figure is the median over the rounds.
+
+Two more engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
+`none`), and `socket`, SGLang's own draft run by eaglex's first worker.
+
+Environment: ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
+(1), NCCL_ONLY=1 (without SGLang's own all-reduce), ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the
+drafter. Exit status 1: an engine is missing.
+
+draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import socket_check
+from serve_parts.engine import batches, one, speculation
+from socket_check import Process, about, until
+from socket_parts.engine import write
+
+OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
+    "eaglex": {"drafter": "engine"},
+    "pausing": {"drafter": "engine", "pausing": True},
+    "socket": {"drafter": "host"},
+}
+ENGINES = ("eaglex", "eagle3", "none", "pausing", "socket")
+ACCEPTED = {"pausing": "1"}  # "3" elsewhere
+
+
+def install(site: Path) -> None:
+    """Entry points as pip would leave them: the plugin of eaglex, and the probe."""
+    socket_check.install(site)
+    info = site / "serve_probe-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serve_probe\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nserve_probe = serve_probe:activate\n")
+    (info / "RECORD").write_text("")
+    shutil.copy(Path(__file__).parent / "serve_parts" / "probe.py", site / "serve_probe.py")
+
+
+def process_of(name: str, out: Path, number: int) -> Process:
+    result = out / f"serve-{name}.json"
+    environment = {"SGLANG_SIMULATE_ACC_LEN": ACCEPTED.get(name, "3"), "SERVE_PROBE_ENGINE": name}
+    if name != "none":
+        environment["SERVE_PROBE"] = str(out / f"serve-{name}.probe")
+    if name in OWN:
+        chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
+        environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
+    devices = ",".join(map(str, range(int(os.environ.get("TP", "1")))))
+    return Process(["serve", name, str(result)], result, devices, 23000 + 11 * number, environment)
+
+
+def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str) -> list[dict[str, Any]]:
+    """One row for each batch: medians over the rounds."""
+
+    def median(values: list[Any]) -> float | None:
+        found = [value for value in values if value is not None]
+        return round(statistics.median(found), 2) if found else None
+
+    def stage(one_round: dict[str, Any], kind: str, batch: int) -> float | None:
+        found = one_round["probe"].get("stages", {}).get(kind, {}).get(str(batch))
+        return found["median"] if found else None
+
+    chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
+    rows = []
+    for batch in batches():
+        measured = [one_round["batches"][str(batch)] for one_round in rounds]
+        gpu = [(stage(r, "draft", batch), stage(r, "extend", batch)) for r in rounds]
+        host = [(stage(r, "host", batch), stage(r, "late", batch) or 0.0) for r in rounds]
+        used = [r["probe"].get("gpu_bytes") for r in rounds]
+        rows.append({
+            "engine": name,
+            "tp": int(os.environ.get("TP", "1")),
+            "placement": chosen.get("placement", "rank0") if name in OWN else None,
+            "precision": "bf16",
+            "p2p": os.environ.get("NCCL_P2P_DISABLE") != "1",
+            "batch": batch,
+            "num_steps": speculation()["speculative_num_steps"] if name != "none" else 0,
+            "topk": speculation()["speculative_eagle_topk"] if name != "none" else 0,
+            "tok_s": median([m["tok_s"] for m in measured]),
+            "cycle_us": median([m["cycle_us"] for m in measured]),
+            "draft_us": median([d + e if d is not None and e is not None else None for d, e in gpu]),
+            "tree_or_draft_us": median([d for d, _ in gpu]),
+            "extend_us": median([e for _, e in gpu]),
+            "verify_us": median([stage(r, "verify", batch) for r in rounds]),
+            "host_us": median([h + late if h is not None else None for h, late in host]),
+            "ttft_ms": median([r["ttft_ms"] for r in rounds]),
+            "accept_length": median([m["accept_length"] for m in measured]),
+            "paused_cycles": max(r["probe"].get("paused_cycles", 0) for r in rounds),
+            "startup_s": startup,
+            "memory_gb": median([u / 1e9 if u else None for u in used]),
+            "commit": commit,
+            "rounds": [m["tok_s"] for m in measured],
+        })  # fmt: skip
+    return rows
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """A line for each row, and each engine's speed against EAGLE3's."""
+    stock = {row["batch"]: row for row in report["rows"] if row["engine"] == "eagle3"}
+    shown = ["batch", "tok_s", "cycle_us", "draft_us", "extend_us", "verify_us", "host_us", "ttft_ms", "accept_length"]
+    shown += ["paused_cycles", "startup_s", "memory_gb"]
+    lines = ["| engine | " + " | ".join(shown) + " | x EAGLE3 |", "|---" * (len(shown) + 2) + "|"]
+    for row in report["rows"]:
+        other = stock.get(row["batch"])
+        against = f"{row['tok_s'] / other['tok_s']:.3f}" if other else ""
+        lines.append(f"| {row['engine']} | " + " | ".join(str(row.get(key)) for key in shown) + f" | {against} |")
+    return lines
+
+
+def run(out: Path) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    names = [name.strip() for name in os.environ.get("ENGINES", "eaglex; eagle3; none").split(";")]
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        sys.exit(f"ENGINES: expected some of {list(ENGINES)}, got {unknown}")
+    described = about(out)
+    begun, limit = time.monotonic(), float(os.environ.get("SECONDS", 300))
+    processes = {name: process_of(name, out, number) for number, name in enumerate(names)}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+
+    def left() -> float:
+        return max(0.5, limit - (time.monotonic() - begun))
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - begun:6.1f} s  {what}", flush=True)
+
+    try:
+        for process in processes.values():
+            process.start(__file__)
+        until(lambda: all(p.has(".ready") or p.over for p in processes.values()), left())
+        say(f"up: {[name for name, p in processes.items() if p.has('.ready')]}")
+        gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
+        if gate:
+            until(lambda: Path(gate).exists(), left())
+        for number in range(int(os.environ.get("ROUNDS", "3"))):
+            for name, process in processes.items():
+                if not process.has(".ready") or process.over:
+                    continue
+                process.go(number)
+                done = f".round{number}"
+                until(lambda process=process, done=done: process.has(done) or process.over, left())
+                if process.has(done):
+                    rounds[name].append(json.loads(process.result.with_suffix(done).read_text()))
+                    say(f"{name} round {number}: {json.dumps(rounds[name][-1])}")
+    finally:
+        for process in processes.values():
+            process.kill()
+    rows = []
+    for name, taken in rounds.items():
+        if taken:
+            ready = json.loads(processes[name].result.with_suffix(".ready").read_text())
+            rows += rows_of(name, taken, ready["startup_s"], described["commit"])
+    report = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": rows}
+    write(out / "serve.json", report)
+    print("\n".join(table(report)), flush=True)
+    return 0 if all(rounds.values()) else 1
+
+
+def main() -> int:
+    command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if command == "install":
+        install(Path(rest[0]))
+        return 0
+    if command == "run":
+        return run(Path(rest[0]))
+    if command == "table":
+        print("\n".join(table(json.loads(Path(rest[0]).read_text()))))
+        return 0
+    if command == "serve":
+        one(rest[0], Path(rest[1]))
+        os._exit(0)  # the caller kills the engine's processes
+    sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

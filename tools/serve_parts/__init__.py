@@ -1,0 +1,1 @@
+"""Parts of tools/serve_bench.py."""
