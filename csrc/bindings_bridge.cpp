@@ -7,11 +7,17 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings.h"
-#include "bridge/bridge.h"
+#include "bridge/lanes.h"
+#include "bridge/nccl_library.h"
+#include "bridge/transport.h"
 #include "cpu/factory.h"
+#ifdef EAGLEX_WITH_CUDA
+#include "cuda/factory.h"
+#endif
 #include "draft/follower.h"
 
 namespace py = pybind11;
@@ -30,6 +36,33 @@ LaneList lanes_of(const Ids& slots, const Ids& new_lens) {
   expect(slots.size() == new_lens.size(), ErrorCode::kShape, "new_lens", concat(slots.size(), " lengths"),
          new_lens.size());
   return {static_cast<std::int32_t>(slots.size()), slots.data(), new_lens.data()};
+}
+
+Device device_of(const std::string& kind, int index) {
+  return {kind == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, kind == "cuda" ? index : 0};
+}
+
+// `tree` alone, where the results are.
+std::unique_ptr<Backend> follower_backend(Device device) {
+#ifdef EAGLEX_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return make_cuda_follower(device.index);
+#endif
+  expect(device.kind == DeviceKind::kCpu, ErrorCode::kDevice, "follower", "the CPU (this build has no CUDA)",
+         name_of(device));
+  return make_cpu_backend();
+}
+
+Verdict verdict_of(bool draft) {
+  return draft ? Verdict::kDraft : Verdict::kNoDraft;
+}
+
+std::optional<bool> drafted(std::optional<Verdict> verdict) {
+  return verdict ? std::optional(*verdict == Verdict::kDraft) : std::nullopt;
+}
+
+// Where a device reads lanes and results, so does the launch: at once or later.
+Stream stream_of(std::uintptr_t stream) {
+  return reinterpret_cast<Stream>(stream);  // NOLINT(performance-no-int-to-ptr)
 }
 
 // Rank 0's client with what its batches are checked against.
@@ -54,9 +87,17 @@ void bind_terms(py::module_& m) {
       [](FollowerTensors& self, py::handle value) { self.name = borrow(value, #name); })
   py::class_<FollowerTensors>(m, "FollowerTensors").def(py::init<>())
       EAGLEX_TENSOR(draft_tokens) EAGLEX_TENSOR(parents) EAGLEX_TENSOR(num_nodes) EAGLEX_TENSOR(drafted_for)
-      .def("check", [](const FollowerTensors& self, const SpeculationConfig& speculation, const EngineLimits& limits) {
-        self.check(speculation, limits, Device{});
-      }, py::arg("speculation"), py::arg("limits"));
+      .def("check", [](const FollowerTensors& self, const SpeculationConfig& speculation, const EngineLimits& limits,
+                       const std::string& device, int index) {
+        self.check(speculation, limits, device_of(device, index));
+      }, py::arg("speculation"), py::arg("limits"), py::arg("device"), py::arg("index"));
+#undef EAGLEX_TENSOR
+#define EAGLEX_TENSOR(name)                                                              \
+  .def_property(                                                                         \
+      #name, [](const LaneTensors& self) { return show(self.name); },                    \
+      [](LaneTensors& self, py::handle value) { self.name = borrow(value, #name); })
+  py::class_<LaneTensors>(m, "LaneTensors").def(py::init<>())
+      EAGLEX_TENSOR(slots) EAGLEX_TENSOR(lens) EAGLEX_TENSOR(num_valid);
 #undef EAGLEX_TENSOR
   // clang-format on
 }
@@ -85,23 +126,47 @@ void bind_ranks(py::module_& m) {
       .def("gone", &Group::gone, py::arg("rank"));
   py::class_<Bridge>(m, "Bridge")
       .def_static(
-          "shm", [](Group& group, double deadline) { return make_shm_bridge(group, seconds(deadline)); },
-          py::arg("group"), py::kw_only(), py::arg("deadline"), py::keep_alive<0, 1>())
+          "open",
+          [](Group& group, const std::string& transport, int device, double deadline) {
+            return make_bridge(group, {transport_of(transport), device, seconds(deadline)});
+          },
+          py::arg("group"), py::kw_only(), py::arg("transport"), py::arg("device"), py::arg("deadline"),
+          py::keep_alive<0, 1>())
       .def_property_readonly("transport", &Bridge::transport)
+      .def("offer", &Bridge::offer)
+      .def("connect", &Bridge::connect, py::arg("offers"), py::call_guard<py::gil_scoped_release>())
+      .def("check", &Bridge::check)
+      .def(
+          "set_deadline", [](Bridge& self, double deadline) { self.set_deadline(seconds(deadline)); },
+          py::arg("deadline"))
       .def(
           "push",
           [](Bridge& self, const FollowerTensors& results, const Ids& slots, const Ids& new_lens, bool draft) {
-            self.push(lanes_of(slots, new_lens), results.results(), draft ? Verdict::kDraft : Verdict::kNoDraft,
-                      nullptr);
+            self.push(lanes_of(slots, new_lens), results.results(), verdict_of(draft), nullptr);
           },
           py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("new_lens"), py::arg("draft"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "receive",
           [](Bridge& self, const FollowerTensors& results, const Ids& slots, const Ids& new_lens) {
-            return self.receive(lanes_of(slots, new_lens), results.results(), nullptr) == Verdict::kDraft;
+            return drafted(self.receive(lanes_of(slots, new_lens), results.results(), nullptr));
           },
           py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("new_lens"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "enqueue_push",
+          [](Bridge& self, const FollowerTensors& results, const LaneTensors& lanes, bool draft,
+             std::uintptr_t stream) {
+            self.push(lanes.check(results.num_nodes.device), results.results(), verdict_of(draft), stream_of(stream));
+          },
+          py::arg("results"), py::arg("lanes"), py::kw_only(), py::arg("draft"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "enqueue_receive",
+          [](Bridge& self, const FollowerTensors& results, const LaneTensors& lanes, std::uintptr_t stream) {
+            self.receive(lanes.check(results.num_nodes.device), results.results(), stream_of(stream));
+          },
+          py::arg("results"), py::arg("lanes"), py::kw_only(), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
       .def("counters", [](const Bridge& self) {
         const Counters found = self.counters();
@@ -111,12 +176,16 @@ void bind_ranks(py::module_& m) {
   py::class_<DraftFollower>(m, "DraftFollower")
       .def(py::init([](const SpeculationConfig& speculation, const EngineLimits& limits, int vocab_size,
                        const FollowerTensors& tensors) {
-             return std::make_unique<DraftFollower>(make_cpu_backend(), speculation, limits, vocab_size, tensors);
+             return std::make_unique<DraftFollower>(follower_backend(tensors.num_nodes.device), speculation, limits,
+                                                    vocab_size, tensors);
            }),
            py::kw_only(), py::arg("speculation"), py::arg("limits"), py::arg("vocab_size"), py::arg("tensors"))
       .def(
-          "tree", [](DraftFollower& self, const VerifyTensors& batch) { self.tree(batch, nullptr); }, py::arg("batch"),
-          py::call_guard<py::gil_scoped_release>());
+          "tree",
+          [](DraftFollower& self, const VerifyTensors& batch, std::uintptr_t stream) {
+            self.tree(batch, stream_of(stream));
+          },
+          py::arg("batch"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_drafter(py::module_& m) {
@@ -162,6 +231,32 @@ void bind_drafter(py::module_& m) {
           },
           py::arg("wait"), py::call_guard<py::gil_scoped_release>())
       .def(
+          "next_memory",
+          [](DrafterServer& self, double wait) {
+            std::optional<RowsView> rows;
+            {
+              const py::gil_scoped_release released;
+              rows = self.next(seconds(wait));
+            }
+            std::map<std::string, std::tuple<std::uintptr_t, std::string, std::vector<std::int64_t>>> found;
+            const auto put = [&](const char* name, const TensorView& view) {
+              found[name] = {reinterpret_cast<std::uintptr_t>(view.data),
+                             name_of(view.dtype),
+                             {view.shape.begin(), view.shape.begin() + view.rank}};
+            };
+            if (!rows) return found;
+            put("aux_hidden_states", rows->aux_hidden_states);
+            put("input_ids", rows->input_ids);
+            put("row_start", rows->row_start);
+            put("num_valid", rows->num_valid);
+            put("draft_from", rows->draft_from);
+            put("req_pool_indices", rows->req_pool_indices);
+            put("seq_lens", rows->seq_lens);
+            return found;
+          },
+          py::arg("wait"),
+          "As next, for an engine on another device: by name address, type and shape, in shared memory.")
+      .def(
           "reply",
           [](DrafterServer& self, const FollowerTensors& results, bool draft) {
             self.reply(results.results(), draft ? Verdict::kDraft : Verdict::kNoDraft);
@@ -175,6 +270,13 @@ void bind_bridge(py::module_& m) {
   bind_terms(m);
   bind_ranks(m);
   bind_drafter(m);
+  m.def(
+      "nccl_library",
+      [](const std::string& name) {
+        const NcclLibrary library = NcclLibrary::open(name);
+        return std::pair(library.version, library.path);
+      },
+      py::arg("name") = "libnccl.so.2", "Version and file of the NCCL that the bridge would use; raises BridgeError.");
 }
 
 }  // namespace eaglex::bindings

@@ -6,12 +6,12 @@ a deadline. What is wrong with a rank is fatal for the group and raises BridgeEr
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
 import json
 import logging
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -19,21 +19,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
+from eaglex.bridge_transport import TRANSPORTS, choose
+from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import (
-    DraftBatch,
-    DraftEngine,
     DraftResults,
     LaneStatus,
     VerifyTensors,
-    _config,
     _extension,
     _fields,
     _fill,
     _speculation,
     _verify_tensors,
 )
-from eaglex.errors import BridgeError, ConfigError, EaglexError, first_line
+from eaglex.errors import BridgeError, ConfigError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +54,19 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BridgeOptions:
-    """How long, in seconds, ranks wait for each other: to begin (weights are loaded meanwhile), and in each cycle."""
+    """How long, in seconds, ranks wait for each other: to begin (weights are loaded meanwhile), and in each cycle.
+
+    `transport` (shm, p2p, mailbox or nccl) takes the place of the probe's choice.
+    """
 
     join_deadline: float = 600.0
     deadline: float = 60.0
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         _check_seconds(self)
+        if self.transport is not None and self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport}")
 
 
 class Members:
@@ -145,21 +149,33 @@ class Invitation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone."""
+    """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone.
+
+    `device` (cpu, cuda:N) is where it drafts; None leaves that to the host.
+    """
 
     deadline: float = 1.0
     rejoin_after: float = 1.0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         _check_seconds(self, "drafter ")
 
 
 class Bridge:
-    """This rank's end. `results` are this rank's own, in host memory: sent from on rank 0, filled on the others.
+    """This rank's end. `results` are this rank's own: sent from on rank 0, filled on the others.
+
+    In host memory they travel over `shm`; in device memory over the best of the GPU transports that a probe finds to
+    work, or over `transport`. Then calls return when their work is on the stream, which may be one that is being
+    captured, and a failure shows in a later call or in `check`.
 
     Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter. Raises BridgeError where
     they do not fit each other.
     """
+
+    # Lanes of launches that may still run are kept alive that many calls long; a receiver is never further ahead of the
+    # device than rank 0's inbox is deep.
+    _KEPT_CALLS = 32
 
     def __init__(
         self,
@@ -171,13 +187,19 @@ class Bridge:
         results: DraftResults,
         deadline: float,
         aux_width: int = 0,
+        transport: str | None = None,
     ) -> None:
         binary = _extension()
         self.rank, self.num_ranks = members.rank, members.num_ranks
         self.speculation, self.limits, self.vocab_size, self.results = speculation, limits, vocab_size, results
+        self.device = results.num_nodes.device
         self._tensors = _follower_tensors(binary, results)
         self._limits = _fill(binary.EngineLimits(), **_fields(limits))
-        self._tensors.check(_speculation(binary, speculation), self._limits)
+        self._tensors.check(
+            _speculation(binary, speculation), self._limits, device=self.device.type, index=self.device.index or 0
+        )
+        if transport == "shm" and self.device.type != "cpu":
+            raise ConfigError(f"transport: expected results in host memory for shm, got {self.device}")
         terms = {
             "num_ranks": self.num_ranks,
             "max_lanes": limits.max_batch,
@@ -188,37 +210,77 @@ class Bridge:
             "aux_width": aux_width,
             "max_rows": limits.max_rows if aux_width else 0,
         }
-        bound = _fill(binary.BridgeTerms(), **terms)
-        with members.step("bridge"):
-            if self.rank == 0:
-                identity = [secrets.randbits(64), secrets.randbits(64)]
-                self._group = binary.BridgeGroup.create(bound, identity)
-                mine = Invitation(address=self._group.address, identity=identity, terms=terms)
-                members.gather("address", dataclasses.asdict(mine))
-                self._invitation = mine
-            else:
-                self._invitation = Invitation(**members.gather("address", None)[0])
-                self._group = binary.BridgeGroup.join(
-                    self._invitation.address, bound, self._invitation.identity, self.rank
-                )
-        self._bridge = binary.Bridge.shm(self._group, deadline=deadline)
-        self._binary = binary
+        ends = choose(members, binary, terms, device=self.device, wanted=transport, deadline=deadline)
+        self._group, self._bridge, self._binary = ends.group, ends.bridge, binary
+        self._invitation = Invitation(address=ends.address, identity=ends.identity, terms=terms)
+        self._kept: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
 
     @property
     def transport(self) -> str:
-        """How messages travel: shm."""
+        """How messages travel: shm, p2p, mailbox or nccl."""
         return str(self._bridge.transport)
 
-    def push(self, slots: Sequence[int], new_lens: Sequence[int], *, draft: bool) -> None:
-        """Rank 0: send the results of these slots, drafted for these lengths, to all ranks; or that there are none."""
-        self._bridge.push(self._tensors, slots=list(slots), new_lens=list(new_lens), draft=draft)
+    def push(
+        self,
+        slots: Sequence[int] | Tensor,
+        new_lens: Sequence[int] | Tensor,
+        *,
+        draft: bool,
+        num_valid: Tensor | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Rank 0: send the results of these slots, drafted for these lengths, to all ranks; or that there are none.
 
-    def receive(self, slots: Sequence[int], new_lens: Sequence[int]) -> bool:
-        """The other ranks: rank 0's word on these slots into the results; whether it drafted.
-
-        A rank that expects other slots or lengths than rank 0 has split from it: BridgeError, on all ranks.
+        With a GPU transport slots and new_lens [B] may be int64 tensors beside the results, which are read when the
+        work runs; `num_valid` [B] int32 is added to new_lens there, which are then lengths before the cycle's rows.
+        `stream` is a cudaStream_t as int, by default torch's current one.
         """
-        return bool(self._bridge.receive(self._tensors, slots=list(slots), new_lens=list(new_lens)))
+        if self.transport == "shm":
+            self._bridge.push(self._tensors, slots=_ints(slots), new_lens=_ints(new_lens), draft=draft)
+            return
+        lanes = self._lanes(slots, new_lens, num_valid)
+        self._bridge.enqueue_push(self._tensors, lanes, draft=draft, stream=self._stream(stream))
+
+    def receive(
+        self,
+        slots: Sequence[int] | Tensor,
+        new_lens: Sequence[int] | Tensor,
+        *,
+        num_valid: Tensor | None = None,
+        stream: int | None = None,
+    ) -> bool | None:
+        """The other ranks: rank 0's word on these slots into the results, arguments as for `push`.
+
+        Whether it drafted; None with a GPU transport, where that is not known without a wait. A rank that expects other
+        slots or lengths than rank 0 has split from it: BridgeError, on all ranks.
+        """
+        if self.transport == "shm":
+            found = self._bridge.receive(self._tensors, slots=_ints(slots), new_lens=_ints(new_lens))
+            return bool(found)
+        lanes = self._lanes(slots, new_lens, num_valid)
+        self._bridge.enqueue_receive(self._tensors, lanes, stream=self._stream(stream))
+        return None
+
+    def check(self) -> None:
+        """Raise BridgeError if the group has ended. To be called before tokens of a cycle are given away. No wait."""
+        self._bridge.check()
+
+    def _lanes(self, slots: Sequence[int] | Tensor, new_lens: Sequence[int] | Tensor, num_valid: Tensor | None) -> Any:
+        given = {"slots": self._beside(slots), "lens": self._beside(new_lens)}
+        if num_valid is not None:
+            given["num_valid"] = num_valid
+        self._kept.append(tuple(given.values()))
+        return _fill(self._binary.LaneTensors(), **given)
+
+    def _beside(self, values: Sequence[int] | Tensor) -> Tensor:
+        if isinstance(values, Tensor):
+            return values
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _stream(self, stream: int | None) -> int:
+        if stream is not None or self.device.type == "cpu":
+            return stream or 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def invitation(self) -> Invitation:
         """What a dedicated drafter joins with."""
@@ -266,7 +328,9 @@ class Bridge:
 
 
 class Follower:
-    """`tree` for a rank that does not draft, as `DraftEngine.tree`; on the CPU."""
+    """`tree` for a rank that does not draft, as `DraftEngine.tree`; where the bridge's results are."""
+
+    _KEPT_CALLS = 8
 
     def __init__(self, bridge: Bridge) -> None:
         binary = bridge._binary
@@ -277,89 +341,15 @@ class Follower:
             vocab_size=bridge.vocab_size,
             tensors=bridge._tensors,
         )
+        self._kept: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
 
     def tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
     ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        self._follower.tree(_verify_tensors(self._binary, out, ids))
-
-
-class DrafterClient:
-    """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. No drafter's fault raises."""
-
-    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
-        binary = self._binary = bridge._binary
-        self._results = bridge._tensors
-        self._client = binary.DrafterClient(
-            bridge._group,
-            config=_config(binary, config, 1.0),
-            speculation=_speculation(binary, bridge.speculation),
-            limits=bridge._limits,
-            deadline=options.deadline,
-            rejoin_after=options.rejoin_after,
-        )
-
-    def draft(self, batch: DraftBatch) -> bool:
-        """One cycle, in host memory: whether drafts have come back by the deadline.
-
-        Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
-        """
-        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
-
-    def take_warnings(self) -> list[str]:
-        """What the user is to be told since the last call, at most one sentence per fall of the drafter."""
-        warning = str(self._client.take_warning())
-        return [warning] if warning else []
-
-    def counters(self) -> dict[str, int]:
-        """Falls of the drafter by kind (late, gone, refused, bad_reply, own_failure) and its `returns`."""
-        return {name: int(count) for name, count in self._client.counters().items()}
-
-
-class DrafterServer:
-    """The dedicated drafter's end; `engine` has its results in host memory."""
-
-    def __init__(self, group: Any, engine: DraftEngine) -> None:
-        binary = _extension()
-        self._group, self._engine = group, engine
-        self._server = binary.DrafterServer(group)
-        self._results = _follower_tensors(binary, engine.results)
-
-    def serve(self, wait: float) -> bool:
-        """Answer one request; False if none came within `wait` seconds. Raises BridgeError once rank 0 is gone."""
-        batch = self._server.next(wait)
-        if batch is None:
-            return False
-        try:
-            self._engine._engine.run(batch, 0)
-        except EaglexError as error:
-            _log.error("drafting failed: %s", error)
-            self._server.reply(self._results, draft=False)
-        else:
-            self._server.reply(self._results, draft=True)
-        return True
-
-
-def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServer:
-    """Join that group with this engine. Raises BridgeError where its sizes are not the group's; rank 0 then knows."""
-    binary = _extension()
-    if engine.device.type != "cpu":
-        raise ConfigError(f"dedicated drafter: expected an engine on the CPU for transport shm, got {engine.device}")
-    own = {
-        "num_draft_tokens": engine.speculation.num_draft_tokens,
-        "num_steps": engine.speculation.num_steps,
-        "num_slots": engine.limits.num_slots,
-        "max_lanes": engine.limits.max_batch,
-        "max_rows": engine.limits.max_rows,
-        "vocab_size": engine.config.vocab_size,
-        "aux_width": engine.config.num_aux * engine.config.target_hidden_size,
-    }
-    terms = _fill(binary.BridgeTerms(), **{**invitation.terms, **own})
-    rank = invitation.terms["num_ranks"]
-    group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
-    return DrafterServer(group, engine)
+        self._kept.append((*_fields(out).values(), *ids.values()))
+        self._follower.tree(_verify_tensors(self._binary, out, ids), stream)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:
@@ -375,18 +365,28 @@ def _follower_tensors(binary: Any, results: DraftResults) -> Any:
 
 def _check_seconds(options: Any, whose: str = "") -> None:
     for field in dataclasses.fields(options):
-        if not 0 < getattr(options, field.name) < float("inf"):
+        if isinstance(field.default, float) and not 0 < getattr(options, field.name) < float("inf"):
             raise ConfigError(f"{whose}{field.name}: expected > 0 and finite, got {getattr(options, field.name)}")
 
 
-def host_results(speculation: SpeculationConfig, limits: EngineLimits) -> DraftResults:
-    """Empty results by slot in host memory, without what only the drafting rank needs (scores are zero)."""
+def empty_results(
+    speculation: SpeculationConfig, limits: EngineLimits, device: torch.device | str = "cpu"
+) -> DraftResults:
+    """Empty results by slot, without what only the drafting rank needs (scores are zero)."""
     slots, nodes = limits.num_slots, speculation.num_draft_tokens - 1
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     return DraftResults(
-        draft_tokens=torch.zeros(slots, nodes, dtype=torch.int64),
-        parents=torch.zeros(slots, nodes, dtype=torch.int32),
-        scores=torch.zeros(slots, nodes),
-        num_nodes=torch.zeros(slots, dtype=torch.int32),
-        drafted_for=torch.full((slots,), -1, dtype=torch.int64),
-        counters=torch.zeros(len(LaneStatus), dtype=torch.int64),
+        draft_tokens=zeros(slots, nodes, dtype=torch.int64),
+        parents=zeros(slots, nodes, dtype=torch.int32),
+        scores=zeros(slots, nodes, dtype=torch.float32),
+        num_nodes=zeros(slots, dtype=torch.int32),
+        drafted_for=zeros(slots, dtype=torch.int64) - 1,
+        counters=zeros(len(LaneStatus), dtype=torch.int64),
     )
+
+
+def _ints(values: Sequence[int] | Tensor) -> list[int]:
+    return [int(value) for value in values]

@@ -55,6 +55,8 @@ Probe = Mapping[str, Mapping[str, Any]]
 
 def examine() -> list[Finding]:
     """All findings, in the order in which one would fix them."""
+    from eaglex import doctor_bridge  # which uses what is defined here
+
     probe = run_probe()
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("python", lambda: [python(sys.version_info[:2])]),
@@ -69,6 +71,7 @@ def examine() -> list[Finding]:
         ),
         ("gpus", lambda: gpus(probe, shutil.which("nvidia-smi") is not None)),
         ("libraries", lambda: libraries(probe, installed())),
+        ("bridge", lambda: [doctor_bridge.bridge(probe)]),
         ("sglang", lambda: sglang(_version("sglang"), plugin_names(), os.environ.get("SGLANG_PLUGINS"))),
         ("options", sglang_options),
         ("/dev/shm", lambda: [shm(Path("/dev/shm"))]),

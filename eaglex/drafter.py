@@ -16,7 +16,8 @@ import torch
 
 from eaglex import checkpoint
 from eaglex.aux_layers import AuxConvention
-from eaglex.bridge import Invitation, join_as_drafter
+from eaglex.bridge import Invitation
+from eaglex.bridge_dedicated import join_as_drafter
 from eaglex.config import SpeculationConfig
 from eaglex.errors import BridgeError, EaglexError
 from eaglex.hosts.draft_slots import DraftSlots

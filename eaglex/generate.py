@@ -20,6 +20,7 @@ from eaglex.errors import ConfigError
 from eaglex.packed import DraftQuant
 
 if TYPE_CHECKING:
+    from eaglex.bridge import LinkOptions
     from eaglex.hosts.pair import Pair
     from eaglex.hosts.team import Team
     from eaglex.hosts.transformers import GenerateOptions, Output, TransformersHost
@@ -40,6 +41,7 @@ class Parser:
 TREE_TOKENS = 16
 WARM_UP_PROMPT, WARM_UP_TOKENS = 16, 8
 STDIN_SECONDS = 0.2
+TRANSPORTS = ("shm", "p2p", "mailbox", "nccl")  # eaglex.bridge_transport's; that imports torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,15 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with torchrun: where the draft runs, on rank 0 or in a process of its own (default rank0)",
     )  # fmt: skip
     add(
+        "--transport", choices=TRANSPORTS,
+        help="with torchrun: how drafts travel between ranks (default: shm on CPUs; on GPUs p2p, mailbox or nccl, the "
+        "first that a probe finds to work)",
+    )  # fmt: skip
+    add(
+        "--drafter-device", metavar="D",
+        help="where a dedicated drafter drafts: cpu or cuda:N (default: the first GPU that no rank has; cpu on CPUs)",
+    )  # fmt: skip
+    add(
         "--drafter-deadline", type=float, default=1.0, metavar="S",
         help="seconds that a dedicated drafter has for a draft; later ones are not waited for (default 1)",
     )  # fmt: skip
@@ -124,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eaglex.bridge import BridgeOptions
     from eaglex.hosts import team as teams
 
-    options = BridgeOptions(deadline=arguments.deadline)
+    options = BridgeOptions(deadline=arguments.deadline, transport=arguments.transport)
     if teams.num_ranks() == 1 and arguments.placement == "rank0":
         return _run(arguments, None)
     with teams.Team(options) as team:
@@ -134,13 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, team: Team | None) -> int:
-    from eaglex.bridge import LinkOptions
     from eaglex.hosts.hf_target import check_split
     from eaglex.hosts.pair import DTYPES, choose_device
 
     with contextlib.nullcontext() if team is None else team.members.step("options"):
         speculation, chosen = _speculation(arguments), _chosen(arguments)
-        dedicated = None if arguments.placement == "rank0" else LinkOptions(deadline=arguments.drafter_deadline)
+        dedicated = None if arguments.placement == "rank0" else _link(arguments)
         if dedicated is not None:
             _check_dedicated(arguments, speculation)
         device = choose_device(arguments.device)
@@ -168,6 +178,12 @@ def _run(arguments: argparse.Namespace, team: Team | None) -> int:
 def _plain(value: object) -> object:
     """An option as JSON has it."""
     return value if value is None or isinstance(value, (bool, int, float, str, list)) else str(value)
+
+
+def _link(arguments: argparse.Namespace) -> LinkOptions:
+    from eaglex.bridge import LinkOptions
+
+    return LinkOptions(deadline=arguments.drafter_deadline, device=arguments.drafter_device)
 
 
 def _check_dedicated(arguments: argparse.Namespace, speculation: SpeculationConfig) -> None:

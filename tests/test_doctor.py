@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eaglex import cli, doctor
+from eaglex import cli, doctor, doctor_bridge
 from eaglex.doctor import Finding, Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +136,32 @@ def test_nccl(nccl, packages, verdict, named):
     found = doctor.libraries({"libraries": {"libnccl.so": nccl, "libcudart.so": {}}}, packages)
     assert verdicts(found) == [verdict, "ok"]
     assert named in found[0].text
+
+
+GPUS = {"gpus": [{}, {}], "without_p2p": []}
+BRIDGES = {
+    "cpu build": ({"extension": {"info": {"cuda": False}}, "gpus": GPUS}, "ok", "shm"),
+    "no gpu": ({"extension": {"info": {"cuda": True}}, "gpus": {"gpus": []}}, "ok", "shm"),
+    "all": (
+        {"extension": {"info": {"cuda": True}}, "gpus": GPUS, "libraries": {"libnccl.so": {"a": 22809}}},
+        "ok", "p2p, mailbox, nccl: ",
+    ),
+    "apart": (
+        {"extension": {"info": {"cuda": True}}, "gpus": {**GPUS, "without_p2p": [[0, 1], [1, 0]]}},
+        "ok", "p2p (the driver says not for GPUs 0-1), mailbox: ",
+    ),
+    "old nccl": (
+        {"extension": {"info": {"cuda": True}}, "gpus": GPUS, "libraries": {"libnccl.so": {"a": 21000}}},
+        "warn", "libnccl 21000: expected at least 21800",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("probe", "verdict", "named"), BRIDGES.values(), ids=BRIDGES.keys())
+def test_bridge(probe, verdict, named):
+    found = doctor_bridge.bridge(probe)
+    assert (found.topic, found.verdict.value) == ("bridge", verdict)
+    assert named in found.text
 
 
 def test_two_cudarts_are_a_warning():

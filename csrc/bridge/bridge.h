@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,8 @@ struct Counters {
 };
 
 // Rank 0's end, or another rank's. A failure of either is fatal for the group: the error names the rank, and every rank
-// gets it within the deadline.
+// gets it within the deadline. Where results are in device memory, lanes are too, calls return when the work is enqueued
+// (a stream that is being captured takes it), and a failure shows in a later call.
 class Bridge {
  public:
   Bridge() = default;
@@ -29,11 +31,18 @@ class Bridge {
   virtual ~Bridge() = default;
 
   [[nodiscard]] virtual const char* transport() const noexcept = 0;
+  // What the other ranks need to reach this one, as text; and the ends of all, by rank, once each has been handed round.
+  [[nodiscard]] virtual std::string offer() { return {}; }
+  virtual void connect(const std::vector<std::string>& /*offers*/) {}
   // Rank 0: the drafts of these requests, or that there are none, to all other ranks. Afterwards the results hold what
   // was sent: rank 0 follows its own word like the others.
   virtual void push(const LaneList& lanes, const DraftResults& results, Verdict verdict, Stream stream) = 0;
-  // The others: rank 0's word on these requests into this rank's own results.
-  virtual Verdict receive(const LaneList& lanes, const DraftResults& results, Stream stream) = 0;
+  // The others: rank 0's word on these requests into this rank's own results. Nothing where only the device knows yet.
+  virtual std::optional<Verdict> receive(const LaneList& lanes, const DraftResults& results, Stream stream) = 0;
+  // Throws if the group has ended, or a device has told of a failure. To be called before what a cycle emitted is used.
+  virtual void check() = 0;
+  // Of launches from now on.
+  virtual void set_deadline(Clock::duration deadline) = 0;
   [[nodiscard]] virtual Counters counters() const = 0;
 };
 

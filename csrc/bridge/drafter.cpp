@@ -81,13 +81,15 @@ bool DrafterClient::await(std::uint64_t epoch, const std::vector<std::int64_t>& 
   const LaneList lanes = {static_cast<std::int32_t>(slots.size()), slots.data(), new_lens.data()};
   const Terms& terms = group_.terms();
   while (link_.state() == DrafterLink::State::kDrafting) {
-    // In slices, since the end of the drafter's process is news too.
-    const Time slice = std::min(link_.deadline(), Clock::now() + std::chrono::milliseconds(20));
+    // In slices, since the end of the drafter's process is news too. The last look begins behind the deadline: a reply
+    // that lies there when this process runs again, after a pause, has come in time.
+    const Time begun = Clock::now();
+    const Time slice = std::min(link_.deadline(), begun + std::chrono::milliseconds(20));
     const std::span<const std::byte> in = group_.replies().next(0, slice, nullptr);
     const Time now = Clock::now();
     if (in.empty()) {
       look(now);
-      if (now >= link_.deadline()) link_.expired(now);
+      if (begun >= link_.deadline()) link_.expired(now);
       continue;
     }
     ReplyHeader reply{};

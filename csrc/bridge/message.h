@@ -52,11 +52,17 @@ struct MessageShape {
   [[nodiscard]] constexpr std::size_t max_bytes() const { return bytes(static_cast<std::uint32_t>(max_lanes)); }
 };
 
-// The cycle's requests as this rank knows them; new_lens are the lengths that a draft of this cycle is for.
+// The cycle's requests as this rank knows them, in the memory that the results are in. A draft of this cycle is for
+// lens + num_valid where a host has those two, else for lens.
 struct LaneList {
   std::int32_t count = 0;
-  const std::int64_t* slots = nullptr;     // [count]
-  const std::int64_t* new_lens = nullptr;  // [count]
+  const std::int64_t* slots = nullptr;      // [count]
+  const std::int64_t* lens = nullptr;       // [count]
+  const std::int32_t* num_valid = nullptr;  // [count] or absent
+
+  [[nodiscard]] constexpr std::int64_t new_len(std::int32_t i) const {
+    return lens[i] + (num_valid != nullptr ? num_valid[i] : 0);
+  }
 };
 
 // Pointers into one message of `num_lanes` lanes, aligned to 8 bytes.

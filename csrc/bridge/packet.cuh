@@ -6,6 +6,11 @@
 
 #include <cstdint>
 
+#ifndef __CUDACC__
+#include <atomic>
+#include <chrono>
+#endif
+
 namespace eaglex::bridge {
 
 struct alignas(16) Packet {
@@ -36,16 +41,27 @@ __device__ inline std::uint64_t now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   return now;
 }
-#else  // the emulator (tests/emulator): one thread at a time, so plain accesses do
+#else  // the emulator (tests/emulator): threads take turns, but the other end may be another process
 inline void store_packet(Packet* to, const Packet& packet) {
-  *to = packet;
+  volatile Packet& there = *to;
+  there.data0 = packet.data0;
+  there.data1 = packet.data1;
+  std::atomic_thread_fence(std::memory_order_release);
+  there.flag0 = packet.flag0;
+  there.flag1 = packet.flag1;
 }
 inline Packet load_packet(const Packet* from) {
-  return *from;
+  const volatile Packet& there = *from;
+  Packet packet;
+  packet.flag0 = there.flag0;
+  packet.flag1 = there.flag1;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  packet.data0 = there.data0;
+  packet.data1 = there.data1;
+  return packet;
 }
 inline std::uint64_t now_ns() {
-  static std::uint64_t now = 0;
-  return now += 1000;
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 #endif
 

@@ -30,8 +30,8 @@ std::string complaint_about(std::span<const std::byte> message, const Terms& ter
     if (lane.slot < 0 || lane.slot >= terms.num_slots) {
       return concat("slot of lane ", i, ": expected in 0..", terms.num_slots - 1, ", got ", lane.slot);
     }
-    if (lane.drafted_for != lanes.new_lens[i]) {
-      return concat("length of lane ", i, ": expected ", lanes.new_lens[i], ", got ", lane.drafted_for);
+    if (lane.drafted_for != lanes.new_len(i)) {
+      return concat("length of lane ", i, ": expected ", lanes.new_len(i), ", got ", lane.drafted_for);
     }
     const int most = header.verdict == Verdict::kDraft ? shape.num_drafted : 0;
     if (lane.num_nodes < 0 || lane.num_nodes > most) {

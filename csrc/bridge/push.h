@@ -1,18 +1,23 @@
-// Rank 0's word from one GPU to the others in one kernel each: `p2p` (the receiver's memory, opened over CUDA IPC) and
-// `mailbox` (pinned host memory) differ only in where the inbox lies. Launches may be captured; nothing waits for a host.
+// Rank 0's word from one GPU to the others in one kernel each. Transports differ only in where the inbox lies: `p2p` in
+// the receiver's memory, opened over CUDA IPC, `mailbox` in pinned host memory; `nccl` has none and carries the packed
+// message itself. Launches may be captured; nothing waits for a host but to tell it of a failure.
 #pragma once
 
 #include <cstdint>
 
 #include "bridge/message.h"
+#include "bridge/terms.h"
 
 namespace eaglex::bridge {
 
 struct Packet;
 
-// An inbox holds this many messages. The target's collectives keep rank 0 at most one cycle ahead of any receiver, so two
-// would do.
-inline constexpr int kInboxDepth = 4;
+// An inbox holds this many messages, and a receiver says every so often how far it is, since its word has a way to go that
+// its kernel's end waits for. So rank 0 may be ahead of any receiver by the difference, and one, before it waits.
+inline constexpr int kInboxDepth = 16;
+inline constexpr int kAckEvery = 8;
+// How long a kernel that has failed waits for its host to end the group, so that no other rank uses this cycle.
+inline constexpr std::uint64_t kTellNs = 2'000'000'000;
 
 [[nodiscard]] constexpr std::size_t packets_of(std::size_t message_bytes) {
   return (message_bytes + 7) / 8;  // 8 bytes of message each
@@ -23,38 +28,62 @@ inline constexpr int kInboxDepth = 4;
 
 enum class PushCode : std::uint32_t {
   kFine = 0,
-  kLate,   // no message by the deadline
+  kLate,   // no message by the deadline; on rank 0: a receiver that takes none
   kSplit,  // a message for another batch
+  kEnded,  // the host said that the group has ended
 };
 
-// Sticky: the first failure stays, and later launches return at once. In memory that the host reads without a sync.
-struct PushStatus {
+// What of a message differs; the words are in push_host.cpp.
+enum class SplitField : std::uint32_t { kEpoch, kNumLanes, kVerdict, kSlot, kLength, kNumNodes };
+
+// In pinned memory: the first line is the device's, the second the host's. The first failure stays, and later launches
+// return at once.
+struct alignas(64) PushStatus {
   PushCode code = PushCode::kFine;
-  std::uint32_t lane = 0;
-  std::uint64_t epoch = 0;
+  std::uint32_t who = 0;  // kLate on rank 0: the receiver; kSplit: the lane
+  SplitField field = SplitField::kEpoch;
+  std::uint32_t padding = 0;
+  std::int64_t expected = 0, got = 0;  // kSplit
+  std::uint64_t epoch = 0;             // of the failure
+  // Messages that this side has begun to send or take, and has finished; only without inboxes, where the host watches
+  // over deadlines. A word for the host costs a kernel about a microsecond at its end.
+  std::uint64_t begun = 0, done = 0;
+  alignas(64) std::uint32_t stop = 0;  // nonzero: the group has ended, leave every wait
 };
 
-// One side's fixed part; all pointers are the device's. `epochs` begins at zero and counts launches, so that a replayed
-// graph goes on counting.
+// What a side counts on its device, so that a replayed graph goes on counting. Begins at zero.
+struct PushState {
+  std::uint64_t epoch;
+  std::uint64_t drafts;  // of the messages so far, with a verdict "draft"
+  std::uint64_t failed;
+  std::uint64_t acked[kMaxRanks];  // rank 0: the last acknowledgement seen of each receiver
+};
+
+// One side's fixed part; all pointers are as the device of this side reaches them. `p2p` and `mailbox` have inboxes and
+// acknowledgements; without them the message is packed into, or taken from, `staging` alone. What every message needs
+// comes first: a kernel's parameters arrive line by line.
 struct PushChannel {
+  PushState* state = nullptr;
   MessageShape shape;
-  std::uint64_t* epochs = nullptr;   // [receivers] on rank 0, [1] elsewhere
-  std::byte* staging = nullptr;      // [receivers] messages of max_bytes() on rank 0, one elsewhere
-  Packet* const* inboxes = nullptr;  // [receivers] on rank 0: each receiver's, as this device reaches it
-  int num_receivers = 0;             // rank 0
-  const Packet* inbox = nullptr;     // elsewhere: this rank's own
+  int num_receivers = 0;                // rank 0
+  const std::uint64_t* acks = nullptr;  // rank 0: [receivers], an epoch up to which each has taken all
+  const Packet* inbox = nullptr;        // elsewhere: this rank's own
+  std::uint64_t* ack = nullptr;         // elsewhere: this rank's word for rank 0
+  Packet* inboxes[kMaxRanks] = {};      // rank 0: each receiver's
+  std::byte* staging = nullptr;         // one message of max_bytes(), rounded up to 8
   PushStatus* status = nullptr;
-  std::uint64_t deadline_ns = 0;  // elsewhere
+  std::uint64_t deadline_ns = 0;
+  bool overlaps = false;  // launches may begin while the kernel in front of them ends (PDL, from sm_90 on)
 };
 
-// The cycle's lanes on the device; `verdict` is read there, since the draft decides it.
-struct PushLanes {
-  LaneList lanes;
-  const Verdict* verdict = nullptr;  // rank 0
-};
-
-void launch_push(const PushChannel& channel, const TreeSource& source, const PushLanes& lanes, Stream stream);
-void launch_receive(const PushChannel& channel, const DraftResults& results, int num_slots, const PushLanes& lanes,
+// Packs these lanes out of the results and sends them; afterwards the results hold exactly what was sent.
+void launch_push(const PushChannel& channel, const TreeSource& source, const LaneList& lanes, Verdict verdict,
+                 Stream stream);
+// The next message into the results, once it is there and fits these lanes; else no drafts, and the status.
+void launch_receive(const PushChannel& channel, const DraftResults& results, int num_slots, const LaneList& lanes,
                     Stream stream);
+// For a transport whose own kernels cannot: marks that the next message begins, or that the last has ended.
+enum class Mark { kBegun, kDone };
+void launch_mark(const PushChannel& channel, Mark mark, Stream stream);
 
 }  // namespace eaglex::bridge

@@ -25,7 +25,7 @@ class ShmBridge final : public Bridge {
     *message.header = {epoch_, verdict, count};
     const TreeSource source = {results, terms.num_slots, shape.num_drafted, terms.vocab_size, terms.num_steps};
     for (std::int32_t i = 0; i < lanes.count; ++i) {
-      pack_lane(source, lanes.slots[i], lanes.new_lens[i], verdict, message.lanes + i,
+      pack_lane(source, lanes.slots[i], lanes.new_len(i), verdict, message.lanes + i,
                 message.nodes + static_cast<std::ptrdiff_t>(i) * shape.num_drafted);
       // Rank 0 itself must verify what it has sent and nothing else: an older draft for the same length may lie there.
       unpack_lane(message.lanes[i], message.nodes + static_cast<std::ptrdiff_t>(i) * shape.num_drafted,
@@ -36,7 +36,7 @@ class ShmBridge final : public Bridge {
     counters_.drafts += verdict == Verdict::kDraft ? 1 : 0;
   }
 
-  Verdict receive(const LaneList& lanes, const DraftResults& results, Stream /*stream*/) override {
+  std::optional<Verdict> receive(const LaneList& lanes, const DraftResults& results, Stream /*stream*/) override {
     const int rank = group_.rank();
     const Terms& terms = group_.terms();
     expect(rank > 0, ErrorCode::kBridge, "receive", "a rank above 0", rank);
@@ -61,6 +61,8 @@ class ShmBridge final : public Bridge {
     return verdict;
   }
 
+  void check() override { group_.check(); }
+  void set_deadline(Clock::duration deadline) override { deadline_ = deadline; }
   [[nodiscard]] Counters counters() const override { return counters_; }
 
  private:

@@ -9,5 +9,7 @@ namespace eaglex {
 
 // Throws ErrorCode::kDevice, naming what is wrong, unless CUDA device `device` can run this build's kernels.
 std::unique_ptr<Backend> make_cuda_backend(int device);
+// One that has no draft: `tree` over results that came from elsewhere, and nothing else.
+std::unique_ptr<Backend> make_cuda_follower(int device);
 
 }  // namespace eaglex

@@ -10,7 +10,6 @@ DraftFollower::DraftFollower(std::unique_ptr<Backend> backend, const Speculation
                              const EngineLimits& limits, int vocab_size, const FollowerTensors& tensors)
     : backend_(std::move(backend)), limits_(limits) {
   const Device device = backend_->device();
-  expect(device.kind == DeviceKind::kCpu, ErrorCode::kDevice, "follower", "results in host memory", name_of(device));
   limits.check();
   expect_range("num_draft_tokens", speculation.num_draft_tokens, 1, kMaxDraftTokens);
   expect_range("num_steps", speculation.num_steps, 0, kMaxSteps);

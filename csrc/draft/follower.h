@@ -10,8 +10,8 @@ namespace eaglex {
 
 class DraftFollower {
  public:
-  // The tensors outlive the follower. Throws Error; ErrorCode::kDevice for a backend that binds no context without
-  // weights.
+  // The tensors outlive the follower, and lie where the backend is, which must bind a context without weights: the CPU's
+  // does, and make_cuda_follower's. Throws Error.
   DraftFollower(std::unique_ptr<Backend> backend, const SpeculationConfig& speculation, const EngineLimits& limits,
                 int vocab_size, const FollowerTensors& tensors);
 

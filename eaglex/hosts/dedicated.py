@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from eaglex.bridge import DrafterClient, Invitation, LinkOptions, host_results
+from eaglex.bridge import Invitation, LinkOptions, empty_results
+from eaglex.bridge_dedicated import DrafterClient
 from eaglex.config import DraftConfig, EngineLimits
 from eaglex.errors import BridgeError
 from eaglex.hosts.draft_slots import DraftRows, batch_of
@@ -82,7 +83,7 @@ class DedicatedSlots(SharedSlots):
     def __init__(
         self, config: DraftConfig, link: Link, *, plan: DedicatedPlan, max_length: int, device: torch.device
     ) -> None:
-        super().__init__(link, host_results(link.speculation, link.limits), device)
+        super().__init__(link, empty_results(link.speculation, link.limits), device)
         self.client = DrafterClient(self._bridge, config, plan.options)
         job = plan.job(self._bridge.invitation(), link.limits, max_length)
         self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", job])

@@ -104,11 +104,13 @@ class Pair:
             speculation=speculation,
             limits=HostLimits(max_length=max_length),
             team=team,
-            dedicated=None if dedicated is None else self._plan(speculation, dedicated, dtype),
+            dedicated=None if dedicated is None else self._plan(speculation, dedicated, dtype, team),
         )
 
-    def _plan(self, speculation: SpeculationConfig, options: LinkOptions, dtype: torch.dtype) -> DedicatedPlan:
-        source = self.source
+    def _plan(
+        self, speculation: SpeculationConfig, options: LinkOptions, dtype: torch.dtype, team: Team | None
+    ) -> DedicatedPlan:
+        source, drafter_device = self.source, options.device or _free_device(team)
 
         def job(invitation: Invitation, limits: EngineLimits, max_length: int) -> str:
             return Job(
@@ -118,7 +120,7 @@ class Pair:
                 aux_layer_ids=None if source.aux_layer_ids is None else list(source.aux_layer_ids),
                 convention=None if source.convention is None else source.convention.value,
                 dtype=str(dtype).removeprefix("torch."),
-                device="cpu",
+                device=drafter_device,
                 num_steps=speculation.num_steps,
                 topk=speculation.topk,
                 num_draft_tokens=speculation.num_draft_tokens,
@@ -162,6 +164,18 @@ class Pair:
         assert facts.aux.output_ids is not None
         self.target.check_draft(facts.config, facts.aux.output_ids)
         return facts
+
+
+def _free_device(team: Team | None) -> str:
+    """Where a dedicated drafter goes: a GPU that no rank has, or the CPU beside a target on CPUs."""
+    if team is None or team.device.type == "cpu":
+        return "cpu"
+    if torch.cuda.device_count() <= team.num_ranks:
+        raise ConfigError(
+            f"drafter device: expected a GPU beside the {team.num_ranks} of the target, got "
+            f"{torch.cuda.device_count()} in all; --drafter-device names one, or cpu"
+        )
+    return f"cuda:{team.num_ranks}"
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eaglex.bridge import Bridge, host_results
+from eaglex.bridge import Bridge, empty_results
 from eaglex.config import EngineLimits, MaskMode, SpeculationConfig
 from eaglex.engine import DraftResults, LaneStatus, VerifyTensors
 from eaglex.errors import DeviceError
-from eaglex.hosts.draft_slots import DraftRows, DraftSlots
+from eaglex.hosts.draft_slots import DraftRows, DraftSlots, current_stream
 from eaglex.hosts.team import Team
 from eaglex.reference import Draft
 
@@ -32,7 +32,10 @@ class Link:
 
 
 class SharedSlots:
-    """One end of a bridge: results in host memory, the same on every rank, and their trees, made on the CPU."""
+    """One end of a bridge: results, the same on every rank, and their trees, made where the results are.
+
+    That is the target's device, or host memory for a target on CPUs or over `shm`.
+    """
 
     d2t: Tensor | None = None  # only the rank that decides needs it
 
@@ -46,23 +49,25 @@ class SharedSlots:
             results=results,
             deadline=link.team.options.deadline,
             aux_width=link.aux_width,
+            transport=link.team.options.transport,
         )
-        link.team.bridge = self._bridge
+        link.team.attach(self._bridge)
         self._follower = self._bridge.follower()
 
     def trees(self, slots: Sequence[int], lengths: Sequence[int], bonus_tokens: Sequence[int]) -> VerifyTensors:
         """The verifier's tensors [B, N] for these requests, what the target reads of them on its device."""
-        out = VerifyTensors.allocate(len(slots), self._link.speculation.num_draft_tokens, MaskMode.QLEN_ONLY)
+        nodes, here = self._link.speculation.num_draft_tokens, self._bridge.device
+        out = VerifyTensors.allocate(len(slots), nodes, MaskMode.QLEN_ONLY, here)
         self._follower.tree(
             out,
-            req_pool_indices=torch.tensor(slots),
-            seq_lens=torch.tensor(lengths),
-            bonus_tokens=torch.tensor(bonus_tokens),
+            req_pool_indices=torch.tensor(slots, device=here),
+            seq_lens=torch.tensor(lengths, device=here),
+            bonus_tokens=torch.tensor(bonus_tokens, device=here),
+            stream=current_stream(here),
         )
         for name in ("draft_tokens", "positions", "mask"):
             setattr(out, name, getattr(out, name).to(self.device))
         return out
-
 
     def take_warnings(self) -> list[str]:
         """What is to be told since the last call."""
@@ -86,7 +91,8 @@ class SendingSlots(SharedSlots):
     def __init__(self, drafting: DraftSlots, link: Link) -> None:
         self._drafting, self.d2t = drafting, drafting.d2t
         results = drafting.engine.results
-        self._results = results if drafting.device.type == "cpu" else host_results(link.speculation, link.limits)
+        here = results_device(link, drafting.device)
+        self._results = results if here == drafting.device else empty_results(link.speculation, link.limits)
         super().__init__(link, self._results, drafting.device)
 
     def run(self, rows: Sequence[DraftRows]) -> None:
@@ -128,7 +134,7 @@ class ReceivingSlots(SharedSlots):
     """Another rank: what rank 0 says, without a draft."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
-        super().__init__(link, host_results(link.speculation, link.limits), device)
+        super().__init__(link, empty_results(link.speculation, link.limits, results_device(link, device)), device)
         if link.aux_width:
             with link.team.members.step("drafter"):  # rank 0 starts it meanwhile
                 pass
@@ -138,6 +144,12 @@ class ReceivingSlots(SharedSlots):
         self._bridge.receive(*lanes_of(rows))
 
     skip = run
+
+
+def results_device(link: Link, device: torch.device) -> torch.device:
+    """Where a bridge's results are for a target on `device`: in host memory for shm, which a dedicated drafter uses."""
+    by_hosts = link.team.options.transport == "shm" or link.aux_width > 0
+    return torch.device("cpu") if by_hosts else device
 
 
 def lanes_of(rows: Sequence[DraftRows]) -> tuple[list[int], list[int]]:

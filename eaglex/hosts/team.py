@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from eaglex.bridge import Bridge, BridgeOptions, Members
 from eaglex.errors import BridgeError, ConfigError, EaglexError, first_line
+from eaglex.hosts.team_watch import TeamWatch
 from eaglex.reference import Accepted
 
 
@@ -41,6 +42,7 @@ class Team:
     def __init__(self, options: BridgeOptions) -> None:
         self.options = options
         self.bridge: Bridge | None = None
+        self._watch: TeamWatch | None = None
         self.device = torch.device("cpu")
         join = datetime.timedelta(seconds=options.join_deadline)
         try:
@@ -68,6 +70,8 @@ class Team:
             torch.cuda.set_device(device)
         self.device = device
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl":  # its watchdog would end this process without a word on who is lost: TeamWatch does that
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         # It connects with its collectives' deadline, so all should be here when it begins.
         self.members.gather("start", None)
         with self.guarded():
@@ -81,12 +85,24 @@ class Team:
             )
         return device
 
+    def attach(self, bridge: Bridge) -> None:
+        """The bridge of this run's slots: from here on a lost rank can be named."""
+        self.bridge = bridge
+        if self.device.type == "cuda":
+            self._watch = TeamWatch(bridge, self.options.deadline)
+
     def __enter__(self) -> Team:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with contextlib.ExitStack() as undo:
+            if self._watch is not None:
+                undo.callback(self._watch.stop)
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         if error is not None:
             if self.bridge is not None and not isinstance(error, BridgeError):  # that is known to the group already
                 self.bridge.end(f"{type(error).__name__}: {error}")
@@ -103,6 +119,8 @@ class Team:
         """Around each forward of the target, so that a rank that does not come can be named."""
         if self.bridge is not None:
             self.bridge.enter()
+        if self._watch is not None:
+            self._watch.begin()
         with self.guarded():
             yield
 
@@ -135,6 +153,8 @@ class Team:
         words = torch.zeros(1 + 2 * 64, dtype=torch.int64)
         if self.drafts:
             chosen = choose()
+            if self.bridge is not None:  # what a rank that has split helped to compute must not get out
+                self.bridge.check()
             count = len(chosen.nodes)
             words[0] = count
             words[1 : 1 + count] = torch.tensor(chosen.nodes)
@@ -142,7 +162,9 @@ class Team:
         words = words.to(self.device)
         with self.guarded():
             dist.broadcast(words, 0)
-        count, *rest = words.tolist()
+        count, *rest = words.tolist()  # waits for the device, so all collectives so far have ended
+        if self._watch is not None:
+            self._watch.end()
         return Accepted(nodes=rest[:count], tokens=rest[64 : 64 + count])
 
 

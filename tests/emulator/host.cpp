@@ -1,8 +1,13 @@
 // Memory, streams, graphs and launch limits of the emulated runtime, and the switches for tests.
 #include <cuda_runtime.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <string>
 #include <unordered_map>
 
 namespace emulator {
@@ -19,6 +24,22 @@ cudaError_t last_error = cudaSuccess;
 cudaError_t keep(cudaError_t status) {
   if (status != cudaSuccess) last_error = status;
   return status;
+}
+
+// Large blocks lie in files of their own, so that another process can map them.
+constexpr std::size_t kExportable = std::size_t{2} << 20;
+struct Exported {
+  int descriptor;
+  std::size_t bytes;
+};
+std::unordered_map<void*, Exported> exported, opened;
+
+void* allocate_exportable(std::size_t bytes) {
+  const int descriptor = memfd_create("emulated", MFD_CLOEXEC);
+  if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) return nullptr;
+  void* const block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  exported[block] = {descriptor, bytes};
+  return block;
 }
 
 void run_first() {
@@ -79,6 +100,8 @@ EAGLEX_EMULATOR_EXPORT std::size_t eaglex_emulator_pending() {
 
 const char* cudaGetErrorName(cudaError_t status) {
   switch (status) {
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
     case cudaErrorInvalidConfiguration:
       return "cudaErrorInvalidConfiguration";
     case cudaErrorLaunchFailure:
@@ -117,11 +140,18 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaMalloc(void** block, std::size_t bytes) {
-  *block = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  *block = bytes >= emulator::kExportable ? emulator::allocate_exportable(bytes)
+                                          : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* block) {
   const cudaError_t status = run_all();
+  if (const auto found = emulator::exported.find(block); found != emulator::exported.end()) {
+    munmap(block, found->second.bytes);
+    close(found->second.descriptor);
+    emulator::exported.erase(found);
+    return status;
+  }
   std::free(block);
   return status;
 }
@@ -136,6 +166,51 @@ cudaError_t cudaHostAlloc(void** block, std::size_t bytes, unsigned) {
 }
 cudaError_t cudaFreeHost(void* block) {
   return cudaFree(block);
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return emulator::submit(stream, [=] {
+    std::memcpy(to, from, bytes);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaHostRegister(void*, std::size_t, unsigned) {
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void*) {
+  return run_all();
+}
+cudaError_t cudaHostGetDevicePointer(void** device, void* block, unsigned) {
+  *device = block;
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* block) {
+  const auto found = emulator::exported.find(block);
+  if (found == emulator::exported.end()) return emulator::keep(cudaErrorInvalidValue);
+  *handle = {};
+  std::snprintf(handle->reserved, sizeof handle->reserved, "%zu /proc/%d/fd/%d", found->second.bytes, getpid(),
+                found->second.descriptor);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void** block, cudaIpcMemHandle_t handle, unsigned) {
+  char path[64] = {};
+  std::size_t bytes = 0;
+  if (std::sscanf(handle.reserved, "%zu %63s", &bytes, path) != 2) return emulator::keep(cudaErrorInvalidValue);
+  const int descriptor = open(path, O_RDWR | O_CLOEXEC);
+  if (descriptor < 0) return emulator::keep(cudaErrorInvalidValue);
+  *block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  emulator::opened[*block] = {descriptor, bytes};
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void* block) {
+  const cudaError_t status = run_all();
+  const emulator::Exported found = emulator::opened.at(block);
+  munmap(block, found.bytes);
+  close(found.descriptor);
+  emulator::opened.erase(block);
+  return status;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {

@@ -10,15 +10,21 @@
 
 enum cudaError_t {
   cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719
 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
+inline constexpr unsigned cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2, cudaIpcMemLazyEnablePeerAccess = 1;
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
 inline constexpr unsigned cudaEventDisableTiming = 2;
 
 namespace emulator {
@@ -44,10 +50,20 @@ using cudaEvent_t = emulator::Event*;
 using cudaGraph_t = emulator::Graph*;
 using cudaGraphExec_t = emulator::Graph*;
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+// Launches of one stream never overlap here, whatever the attributes allow.
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   std::size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
 };
 
 const char* cudaGetErrorName(cudaError_t status);
@@ -65,6 +81,15 @@ cudaError_t cudaFree(void* block);
 cudaError_t cudaMemset(void* block, int value, std::size_t bytes);
 cudaError_t cudaHostAlloc(void** block, std::size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* block);
+// Memory of the host is the device's as it is; memory of 2 MiB and more can be opened by other processes.
+cudaError_t cudaHostRegister(void* block, std::size_t bytes, unsigned flags);
+cudaError_t cudaHostUnregister(void* block);
+cudaError_t cudaHostGetDevicePointer(void** device, void* block, unsigned flags);
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* block);
+cudaError_t cudaIpcOpenMemHandle(void** block, cudaIpcMemHandle_t handle, unsigned flags);
+cudaError_t cudaIpcCloseMemHandle(void* block);
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);

@@ -1,0 +1,36 @@
+#include "bridge/transport.h"
+
+#ifdef EAGLEX_WITH_CUDA
+#include "bridge/device.h"
+#endif
+
+namespace eaglex::bridge {
+namespace {
+
+constexpr const char* kNames[] = {"shm", "p2p", "mailbox", "nccl"};
+
+}  // namespace
+
+const char* name_of(Transport transport) noexcept {
+  return kNames[static_cast<std::size_t>(transport)];
+}
+
+Transport transport_of(const std::string& name) {
+  for (std::uint8_t i = 0; i < std::size(kNames); ++i) {
+    if (name == kNames[i]) return static_cast<Transport>(i);
+  }
+  fail(ErrorCode::kConfig, "transport: expected shm, p2p, mailbox or nccl, got ", name);
+}
+
+std::unique_ptr<Bridge> make_bridge(Group& group, const BridgeSetup& setup) {
+  if (setup.transport == Transport::kShm) return make_shm_bridge(group, setup.deadline);
+#ifdef EAGLEX_WITH_CUDA
+  if (setup.transport == Transport::kNccl) return make_nccl_bridge(group, setup);
+  return make_inbox_bridge(group, setup);
+#else
+  fail(ErrorCode::kDevice, "transport: expected shm, since this build of eaglex has no CUDA, got ",
+       name_of(setup.transport));
+#endif
+}
+
+}  // namespace eaglex::bridge

@@ -1,0 +1,107 @@
+"""The bridge between GPUs: two processes on one device, and on two where there are two.
+
+EAGLEX_BRIDGE_CYCLES sets how many messages each of the long tests sends (default 10,000; on one device, where processes
+take turns, 400).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from support.bridge_world import Plan, opened
+
+from eaglex.config import EngineLimits, SpeculationConfig
+
+pytestmark = pytest.mark.gpu
+
+ONE, TWO = "one device", "two devices"
+WAYS = [
+    pytest.param(transport, where, id=f"{transport}-{where}".replace(" ", "_"))
+    for transport, where in (("p2p", ONE), ("mailbox", ONE), ("p2p", TWO), ("mailbox", TWO), ("nccl", TWO))
+]
+PROBED = 20
+
+
+def plan_of(transport: str, where: str, **fields: object) -> Plan:
+    if where == TWO and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return Plan(device="cuda", transport=transport, shared_device=where == ONE, **fields)  # type: ignore[arg-type]
+
+
+def cycles_of(where: str) -> int:
+    return int(os.environ.get("EAGLEX_BRIDGE_CYCLES", 400 if where == ONE else 10_000))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_every_message_arrives_whole(transport, where, captured, tmp_path):
+    """Random stalls on either side; each message's content is compared. The captured graph outlives its bridge."""
+    cycles = cycles_of(where)
+    plan = plan_of(transport, where, cycles=cycles, captured=captured, most_stall=0.0005)
+    with opened(2, plan, tmp_path) as world:
+        found, ended = world.all("done"), world.ended()
+    sent = cycles + (1 if captured else 0)
+    assert [(one["wrong"], one["number"]) for one in found] == [(0, sent)] * 2
+    assert found[0]["counters"]["pushed"] == found[1]["counters"]["received"] == sent + PROBED
+    assert found[0]["counters"]["drafts"] == found[1]["counters"]["drafts"] == sent + PROBED
+    assert all(one["seconds_to_close"] < 5 for one in found), found
+    assert ended == [0, 0]
+
+
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_large_messages(transport, where, tmp_path):
+    """More lanes than a block has threads, trees of 63 nodes: 266 KB."""
+    plan = plan_of(
+        transport, where, cycles=20,
+        limits=EngineLimits(max_batch=520, max_rows=520 * 64, num_slots=600),
+        speculation=SpeculationConfig(num_steps=8, topk=8, num_draft_tokens=64),
+    )  # fmt: skip
+    with opened(2, plan, tmp_path) as world:
+        assert [one["wrong"] for one in world.all("done")] == [0, 0]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_a_killed_rank_is_named(transport, where, victim, captured, tmp_path):
+    plan = plan_of(transport, where, until_killed=True, captured=captured, deadline=3.0)
+    with opened(2, plan, tmp_path) as world:
+        time.sleep(0.5)
+        begun = time.monotonic()
+        os.kill(world.processes[victim].pid, signal.SIGKILL)
+        kind, words, when = world.hear(1 - victim, "error")
+    assert (kind, words) == ("BridgeError", f"rank {victim}: its process has ended")
+    assert when - begun < plan.deadline + 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_a_stopped_rank_is_named_at_the_deadline(transport, where, victim, tmp_path):
+    plan = plan_of(transport, where, until_killed=True, deadline=1.0)
+    with opened(2, plan, tmp_path) as world:
+        time.sleep(0.5)
+        begun = time.monotonic()
+        os.kill(world.processes[victim].pid, signal.SIGSTOP)
+        _, words, when = world.hear(1 - victim, "error")
+    late = ["rank 0: no message to rank 1 within 1 s", "rank 1: it took no message of rank 0 within 1 s"][victim]
+    assert words == late
+    assert when - begun < plan.deadline + 1
+
+
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_a_rank_that_has_split_ends_all(transport, where, tmp_path):
+    plan = plan_of(transport, where, until_killed=True, wrong_length_at=5)
+    with opened(2, plan, tmp_path) as world:
+        (_, words, _), (_, also, _) = world.all("error")
+    assert words == also == "rank 1: it has split from rank 0: length of lane 0: expected 108, got 107"
+
+
+@pytest.mark.parametrize("where", [ONE, TWO])
+def test_the_probe_finds_a_transport(where, tmp_path):
+    plan = plan_of(None, where, cycles=5)  # type: ignore[arg-type]
+    with opened(2, plan, tmp_path) as world:
+        assert {one["transport"] for one in world.all("done")} <= {"p2p", "mailbox"}

@@ -1,0 +1,142 @@
+"""`eaglex generate` with a target that is split over two GPUs: the same tokens as one process, and lost ranks named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import hf_pair
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SMALL = {"vocab_size": 16, "num_attention_heads": 8, "num_key_value_heads": 8}
+DEADLINE = 5.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return hf_pair.save_pair(
+        tmp_path_factory.mktemp("pair"),
+        model=hf_pair.target_model(seed=1, **SMALL),
+        config=hf_pair.draft_config(vocab_size=16, draft_vocab_size=12),
+    )
+
+
+def _rank(rank: int, count: int, port: str, folder: Path, arguments: list[str], ends_at: dict[int, int]) -> None:
+    """One rank, as torchrun would start it; `ends_at` says at which decision it kills itself or stops."""
+    for number, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    from eaglex.cli import main
+    from eaglex.hosts.team import Team
+
+    if rank in ends_at:
+        number, decide, calls = ends_at[rank], Team.decide, [0]
+
+        def counted(self: Team, choose: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 12:
+                (folder / "ended").write_text(str(time.monotonic()))
+                os.kill(os.getpid(), number)
+            return decide(self, choose)
+
+        Team.decide = counted  # type: ignore[method-assign]
+    code = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Ran:
+    def __init__(self, count: int, folder: Path, arguments: list[str], ends_at: dict[int, int] | None = None) -> None:
+        self.folder = folder / uuid.uuid4().hex
+        self.folder.mkdir()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "eaglex.hosts.transformers", "eaglex.hosts.pair"])
+        each = [
+            context.Process(target=_rank, args=(rank, count, str(store.port), self.folder, arguments, ends_at or {}))
+            for rank in range(count)
+        ]
+        for process in each:
+            process.start()
+        until = time.monotonic() + 60
+        for rank, process in enumerate(each):
+            process.join(0.1 if rank in (ends_at or {}) else max(0.1, until - time.monotonic()))
+        self.at = time.monotonic()
+        self.codes = [process.exitcode for process in each]
+        for process in each:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            process.join(5)
+
+    def text(self, rank: int, stream: str = "err") -> str:
+        return (self.folder / f"{rank}.{stream}").read_text()
+
+
+def arguments_of(pair: Path, *options: str) -> list[str]:
+    paths = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompt", "the a cat dog sees hears"]
+    shape = ["--max-new-tokens", "24", "--topk", "3", "--num-steps", "3", "--dtype", "float32", "--device", "cuda"]
+    return ["generate", *paths, *shape, "--json", "--check", *options]
+
+
+@pytest.fixture(scope="module")
+def alone(pair, tmp_path_factory):
+    ran = Ran(1, tmp_path_factory.mktemp("alone"), arguments_of(pair))
+    assert ran.codes == [0], ran.text(0)
+    return json.loads(ran.text(0, "out"))
+
+
+@pytest.mark.parametrize("transport", [None, "mailbox", "nccl", "shm"])
+def test_two_gpus_say_what_one_process_says(transport, pair, alone, tmp_path):
+    ran = Ran(2, tmp_path, arguments_of(pair, *(["--transport", transport] if transport else [])))
+    assert ran.codes == [0, 0], ran.text(0) + ran.text(1)
+    found = json.loads(ran.text(0, "out"))
+    assert found["tokens"] == alone["tokens"]
+    assert found["accept_length"] == alone["accept_length"] > 1
+    assert found["lossless"] is True
+    assert found["transport"] == (transport or "p2p")
+    assert found["bridge"]["drafts"] == found["bridge"]["pushed"] > 0
+    assert found["warnings"] == []
+
+
+def test_a_drafter_on_a_gpu_of_its_own(pair, alone, tmp_path):
+    """Here the second rank's, since there are two."""
+    options = ["--placement", "dedicated", "--drafter-device", "cuda:1", "--drafter-deadline", "5"]
+    ran = Ran(2, tmp_path, arguments_of(pair, *options))
+    assert ran.codes == [0, 0], ran.text(0) + ran.text(1)
+    found = json.loads(ran.text(0, "out"))
+    assert found["tokens"] == alone["tokens"]
+    assert found["accept_length"] == alone["accept_length"]
+    assert found["warnings"] == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named(victim, pair, tmp_path):
+    ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE)), {victim: signal.SIGKILL})
+    assert ran.codes[1 - victim] == 1, ran.text(1 - victim)
+    assert f"eaglex: error: rank {victim}: its process has ended" in ran.text(1 - victim)
+    assert ran.at - float((ran.folder / "ended").read_text()) < DEADLINE + 4  # the others' exit included
+
+
+def test_a_stopped_rank_is_named(pair, tmp_path):
+    ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE)), {1: signal.SIGSTOP})
+    assert ran.codes[0] == 1, ran.text(0)
+    assert "eaglex: error: rank 1: " in ran.text(0)

@@ -1,0 +1,212 @@
+"""Ranks of a bridge between GPUs, each a process: what they do, for tests/gpu and for the emulated device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eaglex.bridge import Bridge, Members, empty_results
+from eaglex.bridge_transport import Results
+from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.errors import EaglexError
+
+SPECULATION = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=7)
+LIMITS = EngineLimits(max_batch=5, max_rows=64, num_slots=9)
+VOCAB = 100_000
+PATIENCE = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a rank is to do; `device` is cuda or emulated."""
+
+    device: str
+    transport: str | None = None
+    deadline: float = 20.0
+    cycles: int = 100
+    captured: bool = False
+    most_stall: float = 0.0  # seconds of one in ten cycles' stalls, at random, on either side
+    limits: EngineLimits = LIMITS
+    speculation: SpeculationConfig = SPECULATION
+    wrong_length_at: int = -1  # on rank 1, in that cycle
+    until_killed: bool = False  # go on for ever
+    shared_device: bool = False  # all ranks on device 0
+
+
+class Rank:
+    """One rank's side, in its own process."""
+
+    def __init__(self, plan: Plan, members: Members) -> None:
+        self.plan, self.rank = plan, members.rank
+        if plan.device == "cuda":
+            index = 0 if plan.shared_device else self.rank % torch.cuda.device_count()
+            self.device = torch.device("cuda", index)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+        self.results = empty_results(plan.speculation, plan.limits, self.device)
+        begun = time.monotonic()
+        self.bridge = Bridge(
+            members, plan.speculation, limits=plan.limits, vocab_size=VOCAB, results=self.results,
+            deadline=plan.deadline, transport=plan.transport,
+        )  # fmt: skip
+        self.seconds_to_open = time.monotonic() - begun
+        self.terms = self.bridge.invitation().terms
+        self.sent = Results(
+            self.results.draft_tokens, self.results.parents, self.results.num_nodes, self.results.drafted_for
+        )
+        self.number = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.slots = torch.arange(1, plan.limits.max_batch + 1).to(self.device)
+
+    def cycle(self) -> None:
+        """The next message: other drafts in each, compared on the device."""
+        self.number += 1
+        expected = Results.pattern(self.terms, self.number, self.device)
+        lens = expected.drafted_for[self.slots]
+        if self.rank == 0:
+            self.sent.copy_(expected)
+            self.bridge.push(self.slots, lens, draft=True)
+        else:
+            self.bridge.receive(self.slots, lens)
+        self.wrong += self.sent.differing(expected, self.slots)
+
+    def go(self) -> dict[str, Any]:
+        """All cycles; how it went."""
+        plan, draw = self.plan, random.Random(self.rank)
+        step, graph = self.cycle, None
+        if plan.captured:
+            torch.cuda.synchronize()  # what was made on the default stream is there
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                self.cycle()
+                stream.synchronize()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self.cycle()
+            step = graph.replay
+        cycle = 0
+        while cycle < plan.cycles or plan.until_killed:
+            if cycle == plan.wrong_length_at and self.rank == 1:
+                self.number += 1
+            if plan.most_stall and draw.random() < 0.1:
+                self.stall(draw.uniform(0, plan.most_stall), draw.random() < 0.5)
+            step()
+            cycle += 1
+            if graph is not None or plan.until_killed:
+                self.bridge.check()
+            if cycle % 500 == 0 and self.device.type == "cuda":
+                torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.bridge.check()
+        found = {
+            "wrong": int(self.wrong),
+            "number": int(self.number),
+            "counters": self.bridge.counters(),
+            "transport": self.bridge.transport,
+            "seconds_to_open": self.seconds_to_open,
+        }
+        self.graph = graph  # alive while the bridge is torn down
+        return found
+
+    def stall(self, seconds: float, on_device: bool) -> None:
+        if on_device and self.device.type == "cuda":
+            torch.cuda._sleep(int(seconds * 1.5e9))
+        else:
+            time.sleep(seconds)
+
+
+def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, out: Connection) -> None:
+    signal.alarm(int(PATIENCE))
+    if emulated is not None:
+        from support import emulated as emulator
+
+        module = emulator.load(Path(emulated))
+        import eaglex.bridge
+        import eaglex.engine
+
+        eaglex.bridge._extension = eaglex.engine._extension = lambda: module
+    begun = time.monotonic()
+    try:
+        members = Members(dist.FileStore(store, count), rank=rank, num_ranks=count, deadline=60.0)
+        side = Rank(plan, members)
+        out.send(("open", side.seconds_to_open))
+        found = side.go()
+        members.gather("end", None)
+        begun = time.monotonic()
+        del side.bridge
+        found["seconds_to_close"] = time.monotonic() - begun
+        out.send(("done", found))
+    except EaglexError as error:
+        out.send(("error", (type(error).__name__, str(error), time.monotonic())))
+        out.close()
+        os._exit(3)  # a device that hangs must not keep this process
+    except Exception:
+        out.send(("crash", traceback.format_exc()))
+        raise
+
+
+class World:
+    """`count` processes after the same plan. Killed on exit, in whatever state they are."""
+
+    def __init__(self, count: int, plan: Plan, folder: Path, *, emulated: Path | None = None) -> None:
+        context: Any = multiprocessing.get_context("fork" if emulated else "forkserver")
+        if not emulated:
+            context.set_forkserver_preload(["torch", "support.bridge_world"])
+        store = str(folder / f"store-{random.getrandbits(32)}")
+        self.pipes, self.processes = [], []
+        for rank in range(count):
+            here, there = context.Pipe(duplex=False)
+            arguments = (rank, count, store, plan, None if emulated is None else str(emulated), there)
+            process = context.Process(target=_main, args=arguments)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(10)
+
+    def hear(self, rank: int, kind: str, seconds: float = PATIENCE) -> Any:
+        """The next word of that rank, which must be of that kind."""
+        pipe = self.pipes[rank]
+        assert pipe.poll(seconds), f"rank {rank} says nothing for {seconds} s"
+        said, value = pipe.recv()
+        assert said == kind, f"rank {rank}: expected {kind}, got {said}: {value}"
+        return value
+
+    def ended(self, seconds: float = 10.0) -> list[int | None]:
+        """Exit codes, once all have ended; None for one that has not."""
+        for process in self.processes:
+            process.join(seconds)
+        return [process.exitcode for process in self.processes]
+
+    def all(self, kind: str) -> list[Any]:
+        return [self.hear(rank, kind) for rank in range(len(self.processes))]
+
+
+@contextlib.contextmanager
+def opened(count: int, plan: Plan, folder: Path, emulated: Path | None = None) -> Iterator[World]:
+    """A world whose ranks have met."""
+    with World(count, plan, folder, emulated=emulated) as world:
+        world.all("open")
+        yield world
