@@ -45,9 +45,6 @@ enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
 // Bytes of the weights in a stage. Fewer bits bring more k, whose activations lie beside them: half a chunk where those
 // would leave no room for a third stage, or on sm_120 for a second.
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int chunk_bytes(int bits, int token_tiles) {
-#ifdef EAGLEX_INT4_CHUNK
-  if (bits == 4 && token_tiles == 1) return EAGLEX_INT4_CHUNK;
-#endif
   return bits == 4 || (bits == 8 && token_tiles == 8) ? kChunkBytes / 2 : kChunkBytes;
 }
 
