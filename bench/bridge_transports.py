@@ -23,7 +23,7 @@ from eaglex.errors import EaglexError
 
 ROUNDS, REPLAYS = 100, 100
 HOW = (
-    "bench/bridge_transports.py: microseconds per message in a graph of 100, on the slower side; median and 99th of 100 "
+    "bench/bridge_transports.py: microseconds per message in a graph of 100, on the slower side; median, 99th of 100 "
     "replays. torch_us is torch's NCCL broadcast of as many bytes in the same run; one_way_us and push_us: bench_bridge"
 )
 SHAPES = ((1, 5), (8, 5), (8, 16), (64, 6))  # lanes, nodes: 72, 464, 1168 and 4112 bytes

@@ -80,6 +80,9 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
         found = one_round["probe"].get("stages", {}).get(kind, {}).get(str(batch))
         return found["median"] if found else None
 
+    def lengths(kind: str) -> dict[str, float | None]:
+        return {length: median([r[kind][length] for r in rounds]) for length in rounds[0].get(kind, {})}
+
     chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
     rows = []
     for batch in batches():
@@ -104,6 +107,8 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "verify_us": median([stage(r, "verify", batch) for r in rounds]),
             "host_us": median([h + late if h is not None else None for h, late in host]),
             "ttft_ms": median([r["ttft_ms"] for r in rounds]),
+            "first_token_ms": lengths("first_token_ms"),
+            "one_token_ms": lengths("one_token_ms"),
             "accept_length": median([m["accept_length"] for m in measured]),
             "paused_cycles": max(r["probe"].get("paused_cycles", 0) for r in rounds),
             "startup_s": startup,

@@ -21,7 +21,8 @@ SHAPE = {
 }  # fmt: skip
 DRAFT_VOCAB = 32000
 PROMPT, NEW = 512, 300
-FIRST_TOKENS = 9  # times to first token in a round
+FIRST_TOKENS = 9  # times to first token in a round, of each length
+LENGTHS = (64, PROMPT, 3000)
 
 
 def setting(name: str, default: str) -> str:
@@ -90,9 +91,10 @@ class Timed:
         result = self.engine.generate(input_ids=ids, sampling_params=sampling)
         return time.perf_counter() - start, result[0]["meta_info"]
 
-    async def first_token(self) -> float:
-        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 4}
-        ids, first = self.ids(PROMPT), 0.0
+    async def first_token(self, length: int, new: int = 4) -> float:
+        """Seconds until the first token of a prompt on an idle server; of all there are with `new` = 1."""
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new}
+        ids, first = self.ids(length), 0.0
         start = time.perf_counter()
         async for _ in await self.engine.async_generate(input_ids=ids, sampling_params=sampling, stream=True):
             first = first or time.perf_counter() - start
@@ -101,7 +103,8 @@ class Timed:
     def warm(self) -> None:
         for batch in batches():
             self.took(batch, 24)
-        self.engine.loop.run_until_complete(self.first_token())
+        for length in LENGTHS:
+            self.engine.loop.run_until_complete(self.first_token(length))
 
     def round(self, probe: Path) -> dict[str, Any]:
         """Each batch once, then first tokens, then what the probe has seen (empty without speculation)."""
@@ -116,8 +119,15 @@ class Timed:
                 "cycle_us": round((seconds - short) / tokens * accept * 1e6, 1),
                 "accept_length": round(accept, 3),
             }
-        run = self.engine.loop.run_until_complete
-        result["ttft_ms"] = round(statistics.median(run(self.first_token()) for _ in range(FIRST_TOKENS)) * 1e3, 2)
+
+        def first(length: int, new: int = 4) -> float:
+            run = self.engine.loop.run_until_complete
+            taken = [run(self.first_token(length, new)) for _ in range(FIRST_TOKENS)]
+            return round(statistics.median(taken) * 1e3, 2)
+
+        result["first_token_ms"] = {length: first(length) for length in LENGTHS}
+        result["one_token_ms"] = {length: first(length, 1) for length in LENGTHS}
+        result["ttft_ms"] = result["first_token_ms"][PROMPT]
         result["probe"] = self.probed(probe)
         return result
 
