@@ -22,7 +22,7 @@ struct Multiplier {
   // With few tokens two chains of mma hide each other's latency; groups have two of their own.
   static constexpr int kSums = kTokenTiles <= 2 && !kGrouped ? 2 : 1;
   // K blocks whose operands are in registers at once.
-  static constexpr int kBatch = !kGrouped ? 1 : kTokenTiles < 8 ? kGroupBlocks : 2;
+  static constexpr int kBatch = !kGrouped ? 1 : kTokenTiles < 4 ? kGroupBlocks : 2;
   // What FP8 operands lack, 2^120, is multiplied in where that is least work: 2^64 onto gamma, x or the operands, the
   // rest onto the tile's sums. So a product lies 2^56 below its true size, far from both ends of float.
   static constexpr bool kLiftWeights = Weights::kLift && !kNormed && kTokenTiles > 1;
