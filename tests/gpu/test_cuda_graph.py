@@ -110,7 +110,8 @@ def test_warm_up_leaves_nothing_for_the_first_cycle() -> None:
     config = make_config(hidden_size=256, target_hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=2,
                          head_dim=64, vocab_size=6000, draft_vocab_size=5000, max_positions=2048)
     rig = CudaRig(config, TREE, weights=random_weights(config, dtype=torch.bfloat16),
-                  layout=Layout(num_slots=66, max_batch=64, max_rows=4096, kv_dtype=torch.bfloat16))
+                  layout=Layout(num_slots=66, max_batch=64, max_rows=4096, kv_dtype=torch.bfloat16,
+                                aux_dtype=torch.bfloat16))  # graphs read rows of 16 bits alone
     torch.cuda.synchronize()
     begin = time.perf_counter()
     rig.engine.warm_up()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.models import random_weights
 from support.rig import Ask, Layout
-from support.streamed import STREAMS, StreamedRig
-from test_cuda_fast import CHAIN, SHAPES, TREE, config_of, drive, schedule
+from support.streamed import STREAMS, StreamedRig, make_streamed_config
+from test_cuda_fast import CHAIN, SHAPES, TREE, drive, schedule
 
 from eaglex.config import DraftConfig, SpeculationConfig
 from eaglex.packed import DraftQuant, PackedWeight, Precision
@@ -46,7 +46,7 @@ def play(rig: StreamedRig) -> int:
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_error_is_at_most_twice_pytorchs(name, quant, speculation) -> None:
-    config = config_of(name)
+    config = make_streamed_config(**SHAPES[name])
     rig = make_rig(config, speculation, packed_weights(config, quant))
     assert rig.engine.backend_name == STREAMS
     assert play(rig) > 100
@@ -71,7 +71,7 @@ def other_scales(weights: DraftWeights) -> DraftWeights:
 
 @pytest.mark.parametrize("quant", ["fp8", "int4"])
 def test_scales_without_tiles_of_their_own_stream_in_bf16(quant) -> None:
-    config = config_of("gqa")
+    config = make_streamed_config(**SHAPES["gqa"])
     rig = make_rig(config, CHAIN, other_scales(packed_weights(config, quant)))
     assert rig.engine.backend_name == STREAMS
     assert play(rig) > 100
@@ -79,7 +79,7 @@ def test_scales_without_tiles_of_their_own_stream_in_bf16(quant) -> None:
 
 @pytest.mark.parametrize("quant", QUANTS[:3])
 def test_the_same_bits_with_and_without_dependent_launch(quant, monkeypatch) -> None:
-    config = config_of("half rotary, odd sizes")
+    config = make_streamed_config(**SHAPES["half rotary, odd sizes"])
     weights = packed_weights(config, quant)
     cycles = schedule(TREE.num_draft_tokens)
     first, again = (drive(make_rig(config, TREE, weights), cycles) for _ in range(2))
@@ -93,7 +93,7 @@ def test_the_same_bits_with_and_without_dependent_launch(quant, monkeypatch) -> 
 
 def test_a_nan_voids_the_draft() -> None:
     """FP8 becomes bf16 by moving bits, which know no NaN: it must not become a number."""
-    config = config_of("gqa")
+    config = make_streamed_config(**SHAPES["gqa"])
     weights = packed_weights(config, "head=fp8")
     values = weights.lm_head.values.view(torch.uint8).clone()
     values[3, 5] = 0x7F
@@ -105,7 +105,7 @@ def test_a_nan_voids_the_draft() -> None:
 
 
 def test_the_engine_lets_go_of_packed_matrices() -> None:
-    config = config_of("gqa")
+    config = make_streamed_config(**SHAPES["gqa"])
     rig = make_rig(config, CHAIN, packed_weights(config, "int4"))
     assert not [held for held in rig.engine._bound if isinstance(held, PackedWeight)]
 
