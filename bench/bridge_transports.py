@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from eaglex.bridge import Bridge, Members, empty_results
+from eaglex.bridge import Bridge, Members
 from eaglex.bridge_transport import GPU_TRANSPORTS
 from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.engine import DraftResults
 from eaglex.errors import EaglexError
 
 ROUNDS, REPLAYS = 100, 100
@@ -67,7 +68,7 @@ def bridge_us(members: Members, transport: str, lanes: int, nodes: int) -> list[
     device = torch.device("cuda", torch.cuda.current_device())
     speculation = SpeculationConfig(num_steps=nodes, topk=1, num_draft_tokens=nodes + 1)
     limits = EngineLimits(max_batch=lanes, max_rows=lanes * (nodes + 1), num_slots=lanes + 1)
-    results = empty_results(speculation, limits, device)
+    results = DraftResults.allocate(speculation, limits, device)
     bridge = Bridge(
         members, speculation, limits=limits, vocab_size=1000, results=results, deadline=10.0, transport=transport
     )

@@ -23,7 +23,6 @@ from eaglex.bridge_transport import TRANSPORTS, choose
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import (
     DraftResults,
-    LaneStatus,
     VerifyTensors,
     _extension,
     _fields,
@@ -367,25 +366,6 @@ def _check_seconds(options: Any, whose: str = "") -> None:
     for field in dataclasses.fields(options):
         if isinstance(field.default, float) and not 0 < getattr(options, field.name) < float("inf"):
             raise ConfigError(f"{whose}{field.name}: expected > 0 and finite, got {getattr(options, field.name)}")
-
-
-def empty_results(
-    speculation: SpeculationConfig, limits: EngineLimits, device: torch.device | str = "cpu"
-) -> DraftResults:
-    """Empty results by slot, without what only the drafting rank needs (scores are zero)."""
-    slots, nodes = limits.num_slots, speculation.num_draft_tokens - 1
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return DraftResults(
-        draft_tokens=zeros(slots, nodes, dtype=torch.int64),
-        parents=zeros(slots, nodes, dtype=torch.int32),
-        scores=zeros(slots, nodes, dtype=torch.float32),
-        num_nodes=zeros(slots, dtype=torch.int32),
-        drafted_for=zeros(slots, dtype=torch.int64) - 1,
-        counters=zeros(len(LaneStatus), dtype=torch.int64),
-    )
 
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:

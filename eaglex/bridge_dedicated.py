@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglex.bridge import Bridge, Invitation, LinkOptions, _follower_tensors, empty_results
+from eaglex.bridge import Bridge, Invitation, LinkOptions, _follower_tensors
 from eaglex.config import DraftConfig
-from eaglex.engine import DraftBatch, DraftEngine, _config, _extension, _fields, _fill, _speculation
+from eaglex.engine import DraftBatch, DraftEngine, DraftResults, _config, _extension, _fields, _fill, _speculation
 from eaglex.errors import DeviceError, EaglexError, first_line
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class DrafterServer:
         self._group, self._engine = group, engine
         self._server = binary.DrafterServer(group)
         self._on_cpu = engine.device.type == "cpu"
-        self._sent = engine.results if self._on_cpu else empty_results(engine.speculation, engine.limits)
+        self._sent = engine.results if self._on_cpu else DraftResults.allocate(engine.speculation, engine.limits)
         self._results = _follower_tensors(binary, self._sent)
 
     def serve(self, wait: float) -> bool:

@@ -73,17 +73,22 @@ class DraftResults:
 
     @classmethod
     def allocate(
-        cls, config: DraftConfig, speculation: SpeculationConfig, limits: EngineLimits, device: torch.device
+        cls,
+        speculation: SpeculationConfig,
+        limits: EngineLimits,
+        device: torch.device | str = "cpu",
+        *,
+        draft_vocab_size: int | None = None,
     ) -> DraftResults:
-        """Empty results for that many slots."""
+        """Empty results for that many slots; only a rank that drafts by sampling needs `draft_vocab_size`."""
         slots, nodes = limits.num_slots, speculation.num_draft_tokens - 1
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         probs = None
-        if speculation.sampling is Sampling.REJECTION:
-            probs = zeros(slots, speculation.num_steps, config.draft_vocab_size, dtype=torch.float32)
+        if speculation.sampling is Sampling.REJECTION and draft_vocab_size is not None:
+            probs = zeros(slots, speculation.num_steps, draft_vocab_size, dtype=torch.float32)
         return cls(
             draft_tokens=zeros(slots, nodes, dtype=torch.int64),
             parents=zeros(slots, nodes, dtype=torch.int32),
@@ -184,7 +189,9 @@ class DraftEngine:
             "tensors": tensors,
         }
         binary.DraftEngine.check_inputs(**inputs)
-        self.results = DraftResults.allocate(config, speculation, limits, self.device)
+        self.results = DraftResults.allocate(
+            speculation, limits, self.device, draft_vocab_size=config.draft_vocab_size
+        )
         _fill(tensors, **_fields(self.results))
         self._engine = binary.DraftEngine(**inputs)
         self._binary = binary

@@ -127,6 +127,15 @@ def alone(host, prompt, count, eos=frozenset()):
 WORDS = "the a cat dog sees hears old new house tree and or in on under runs sits . ,".split()  # noqa: SIM905
 
 
+EIGHT = {"vocab_size": 16, "num_attention_heads": 8, "num_key_value_heads": 8}  # heads for eight ranks
+
+
+def save_pair_of_eight(folder):
+    """Eight heads for up to eight ranks, and a draft that hits now and then."""
+    config = draft_config(vocab_size=16, draft_vocab_size=12)
+    return save_pair(folder, model=target_model(seed=1, **EIGHT), config=config)
+
+
 def save_pair(folder, *, model=None, config=None, weights=None, aux=AUX, eos=None):
     """A pair in folder/target and folder/draft as `eaglex generate` reads it: target ids 0..39, one word each."""
     model = model or target_model()

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eaglex.bridge import Bridge, BridgeOptions, LinkOptions, Members, empty_results
+from eaglex.bridge import Bridge, BridgeOptions, LinkOptions, Members
 from eaglex.config import EngineLimits, MaskMode, SpeculationConfig
-from eaglex.engine import VerifyTensors
+from eaglex.engine import DraftResults, VerifyTensors
 from eaglex.errors import BridgeError, ConfigError, ShapeError
 from eaglex.reference import Draft, tree
 
@@ -36,7 +36,7 @@ def on_ranks(count, body, deadline=10.0):
 
 
 def bridge_of(members, results=None, *, speculation=SPECULATION, limits=LIMITS, vocab_size=50):
-    results = results or empty_results(speculation, limits)
+    results = results or DraftResults.allocate(speculation, limits)
     return Bridge(members, speculation, limits=limits, vocab_size=vocab_size, results=results, deadline=5.0)
 
 
@@ -84,7 +84,7 @@ def test_drafts_reach_every_rank_and_become_the_references_trees():
     tokens, parents = [11, 12, 13, 14], [0, 0, 1, 1]
 
     def body(members):
-        results = empty_results(SPECULATION, LIMITS)
+        results = DraftResults.allocate(SPECULATION, LIMITS)
         bridge = bridge_of(members, results)
         assert bridge.transport == "shm"
         if members.rank == 0:
@@ -168,7 +168,7 @@ def test_ranks_of_other_sizes_do_not_join(other, message):
 
 
 def test_results_of_other_sizes_are_refused():
-    results = empty_results(SPECULATION, LIMITS)
+    results = DraftResults.allocate(SPECULATION, LIMITS)
     results.num_nodes = torch.zeros(3, dtype=torch.int32)
     (found,) = on_ranks(1, lambda members: bridge_of(members, results))
     assert isinstance(found, ShapeError)

@@ -20,7 +20,6 @@ from eaglex.hosts.acceptance import Acceptor
 from eaglex.hosts.transformers import TransformersHost
 
 TEXT = "the a cat dog sees hears"
-SMALL = {"vocab_size": 16, "num_attention_heads": 8, "num_key_value_heads": 8}
 COUNT = 24
 TREE = ["--topk", "3", "--num-steps", "3"]
 DEADLINE = 6.0
@@ -28,12 +27,7 @@ DEADLINE = 6.0
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Eight heads for eight ranks, and a draft that hits now and then."""
-    return hf_pair.save_pair(
-        tmp_path_factory.mktemp("pair"),
-        model=hf_pair.target_model(seed=1, **SMALL),
-        config=hf_pair.draft_config(vocab_size=16, draft_vocab_size=12),
-    )
+    return hf_pair.save_pair_of_eight(tmp_path_factory.mktemp("pair"))
 
 
 def arguments(pair, *options):

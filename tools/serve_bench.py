@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Speed of SGLang with eaglex's engine, with EAGLE3 and without speculation: rows of bench/results/serve-h200x2.json.
+"""Speed of SGLang with eaglex's engine, with EAGLE3 and without speculation: rows of bench/results/serve-h200.json.
 
     serve_bench.py install SITE         # entry points of eaglex and of the probe, into a folder on PYTHONPATH
     serve_bench.py run OUT              # OUT/serve.json and a log of every engine

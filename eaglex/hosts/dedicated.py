@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from eaglex.bridge import Invitation, LinkOptions, empty_results
+from eaglex.bridge import Invitation, LinkOptions
 from eaglex.bridge_dedicated import DrafterClient
 from eaglex.config import DraftConfig, EngineLimits
+from eaglex.engine import DraftResults
 from eaglex.errors import BridgeError
 from eaglex.hosts.draft_slots import DraftRows, batch_of
 from eaglex.hosts.shared_slots import Link, SharedSlots, lanes_of
@@ -83,7 +84,7 @@ class DedicatedSlots(SharedSlots):
     def __init__(
         self, config: DraftConfig, link: Link, *, plan: DedicatedPlan, max_length: int, device: torch.device
     ) -> None:
-        super().__init__(link, empty_results(link.speculation, link.limits), device)
+        super().__init__(link, DraftResults.allocate(link.speculation, link.limits), device)
         self.client = DrafterClient(self._bridge, config, plan.options)
         job = plan.job(self._bridge.invitation(), link.limits, max_length)
         self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", job])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eaglex.bridge import Bridge, empty_results
+from eaglex.bridge import Bridge
 from eaglex.config import EngineLimits, MaskMode, SpeculationConfig
 from eaglex.engine import DraftResults, LaneStatus, VerifyTensors
 from eaglex.errors import DeviceError
@@ -92,7 +92,7 @@ class SendingSlots(SharedSlots):
         self._drafting, self.d2t = drafting, drafting.d2t
         results = drafting.engine.results
         here = results_device(link, drafting.device)
-        self._results = results if here == drafting.device else empty_results(link.speculation, link.limits)
+        self._results = results if here == drafting.device else DraftResults.allocate(link.speculation, link.limits)
         super().__init__(link, self._results, drafting.device)
 
     def run(self, rows: Sequence[DraftRows]) -> None:
@@ -134,7 +134,8 @@ class ReceivingSlots(SharedSlots):
     """Another rank: what rank 0 says, without a draft."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
-        super().__init__(link, empty_results(link.speculation, link.limits, results_device(link, device)), device)
+        results = DraftResults.allocate(link.speculation, link.limits, results_device(link, device))
+        super().__init__(link, results, device)
         if link.aux_width:
             with link.team.members.step("drafter"):  # rank 0 starts it meanwhile
                 pass

@@ -23,17 +23,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-SMALL = {"vocab_size": 16, "num_attention_heads": 8, "num_key_value_heads": 8}
 DEADLINE = 5.0
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return hf_pair.save_pair(
-        tmp_path_factory.mktemp("pair"),
-        model=hf_pair.target_model(seed=1, **SMALL),
-        config=hf_pair.draft_config(vocab_size=16, draft_vocab_size=12),
-    )
+    return hf_pair.save_pair_of_eight(tmp_path_factory.mktemp("pair"))
 
 
 def _rank(rank: int, count: int, port: str, folder: Path, arguments: list[str], ends_at: dict[int, int]) -> None:

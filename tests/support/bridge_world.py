@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eaglex.bridge import Bridge, Members, empty_results
+from eaglex.bridge import Bridge, Members
 from eaglex.bridge_transport import Results
 from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.engine import DraftResults
 from eaglex.errors import EaglexError
 
 SPECULATION = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=7)
@@ -57,7 +58,7 @@ class Rank:
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
-        self.results = empty_results(plan.speculation, plan.limits, self.device)
+        self.results = DraftResults.allocate(plan.speculation, plan.limits, self.device)
         begun = time.monotonic()
         self.bridge = Bridge(
             members, plan.speculation, limits=plan.limits, vocab_size=VOCAB, results=self.results,

@@ -103,18 +103,23 @@ class Soak:
 
     # ------------------------------------------------------------------------------------------------- the comparison
 
-    def _same(self, ask: Ask) -> bool:
+    def _both(self, ask: Ask) -> tuple[reference.Draft, reference.Draft, bool]:
+        """What the subject and the oracle drafted, for the same length, and whether it is the same tree."""
         slot, length = self.oracle.requests[ask.request].slot, self.oracle.requests[ask.request].length
         mine, theirs = (rig.results for rig in (self.subject, self.oracle))
         assert int(mine.drafted_for[slot]) == int(theirs.drafted_for[slot]) == length
         a, b = self.subject.drafted(slot), self.oracle.drafted(slot)
         self.tally.drafts += len(b.tokens) > 0
         self.tally.stops += 0 < len(b.tokens) < self.oracle.speculation.num_draft_tokens - 1
-        if a.tokens.tolist() == b.tokens.tolist() and a.parents.tolist() == b.parents.tolist():
+        return a, b, a.tokens.tolist() == b.tokens.tolist() and a.parents.tolist() == b.parents.tolist()
+
+    def _same(self, ask: Ask) -> bool:
+        a, b, same = self._both(ask)
+        if same:
             torch.testing.assert_close(a.scores, b.scores, rtol=0, atol=1e-3)
             return True
         margin = self._margin(ask.request)
-        assert margin < CLEAR, f"request {ask.request}, slot {slot}, length {length}: {a} against {b}, margin {margin}"
+        assert margin < CLEAR, f"{ask.request}, {self.oracle.requests[ask.request]}: {a} against {b}, margin {margin}"
         self.tally.unclear += 1
         return False
 
@@ -171,13 +176,7 @@ class JudgedSoak(Soak):
         self.judge = Judge(oracle.config, oracle.speculation)
 
     def _same(self, ask: Ask) -> bool:
-        slot, length = self.oracle.requests[ask.request].slot, self.oracle.requests[ask.request].length
-        mine, theirs = (rig.results for rig in (self.subject, self.oracle))
-        assert int(mine.drafted_for[slot]) == int(theirs.drafted_for[slot]) == length
-        a, b = self.subject.drafted(slot), self.oracle.drafted(slot)
-        self.tally.drafts += len(b.tokens) > 0
-        self.tally.stops += 0 < len(b.tokens) < self.oracle.speculation.num_draft_tokens - 1
-        same = a.tokens.tolist() == b.tokens.tolist() and a.parents.tolist() == b.parents.tolist()
+        a, b, same = self._both(ask)
         close = same and bool(((a.scores - b.scores).abs() < self.ROUNDING).all())
         if len(a.tokens) != len(b.tokens):  # only a stop within rounding of the threshold
             assert self._margin(ask.request) < self.ROUNDING, f"request {ask.request}: {a} against {b}"
