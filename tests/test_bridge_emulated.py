@@ -14,6 +14,13 @@ from support import emulated
 from support.bridge_world import Plan, World, opened
 
 
+def latest(deadline: float) -> float:
+    """Seconds until a fault is named at the latest. A device's bound, the deadline and a second, is for tests/gpu: here
+    the waiting kernels spin on the processors that the watching threads need, and two of them may wait in turn.
+    """
+    return 2 * deadline + 3
+
+
 @pytest.fixture(scope="module")
 def module():
     path = emulated.find()
@@ -53,7 +60,7 @@ def test_a_killed_rank_is_named(victim, tmp_path, module):
         os.kill(world.processes[victim].pid, signal.SIGKILL)
         told = [world.hear(rank, "error") for rank in range(3) if rank != victim]
     assert {words for _, words, _ in told} == {f"rank {victim}: its process has ended"}
-    assert max(when for _, _, when in told) - begun < plan.deadline + 1
+    assert max(when for _, _, when in told) - begun < latest(plan.deadline)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -66,7 +73,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(victim, tmp_path, module):
         _, words, when = world.hear(1 - victim, "error")
     late = ["rank 0: no message to rank 1 within 1 s", "rank 1: it took no message of rank 0 within 1 s"]
     assert words == late[victim]
-    assert 0.5 < when - begun < plan.deadline + 1
+    assert 0.5 < when - begun < latest(plan.deadline)
 
 
 def test_without_nccl_the_probe_says_so_on_all_ranks(tmp_path, module):
