@@ -185,7 +185,11 @@ void bind_ranks(py::module_& m) {
           [](DraftFollower& self, const VerifyTensors& batch, std::uintptr_t stream) {
             self.tree(batch, stream_of(stream));
           },
-          py::arg("batch"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+          py::arg("batch"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "mark", [](DraftFollower& self, std::uintptr_t stream) { return self.mark(stream_of(stream)); },
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("reached", &DraftFollower::reached);
 }
 
 void bind_drafter(py::module_& m) {

@@ -27,6 +27,7 @@ from eaglex.engine import (
     _extension,
     _fields,
     _fill,
+    _Inputs,
     _speculation,
     _verify_tensors,
 )
@@ -329,8 +330,6 @@ class Bridge:
 class Follower:
     """`tree` for a rank that does not draft, as `DraftEngine.tree`; where the bridge's results are."""
 
-    _KEPT_CALLS = 8
-
     def __init__(self, bridge: Bridge) -> None:
         binary = bridge._binary
         self._binary, self._bridge = binary, bridge
@@ -340,15 +339,18 @@ class Follower:
             vocab_size=bridge.vocab_size,
             tensors=bridge._tensors,
         )
-        self._kept: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
+        self._inputs = _Inputs(self._follower, binary.NEVER)
 
     def tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
     ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        self._kept.append((*_fields(out).values(), *ids.values()))
-        self._follower.tree(_verify_tensors(self._binary, out, ids), stream)
+        tensors = _verify_tensors(self._binary, out, ids)
+        try:
+            self._follower.tree(tensors, stream)
+        finally:
+            self._inputs.keep((*_fields(out).values(), *ids.values()), stream)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -204,8 +204,10 @@ class DraftEngine:
             if name == "embed_tokens"
             or self._engine.reads_original((weight if isinstance(weight, Tensor) else weight.values).data_ptr())
         ]
-        self._bound = (*matrices, inv_freq, req_to_token, *draft_k, *draft_v, *results)
+        # Attributes go in the order in which they were set. The last reference to the C++ engine, whose end waits for
+        # the device, goes with _inputs, and only then what a running cycle reads and writes.
         self._inputs = _Inputs(self._engine, binary.NEVER)
+        self._bound = (*matrices, inv_freq, req_to_token, *draft_k, *draft_v, *results)
 
     def warm_up(self) -> None:
         """To be called by a host at its start, as the model is loaded: capture the graphs of all batch sizes.
@@ -276,11 +278,17 @@ class _Inputs:
 
     def keep(self, tensors: object, stream: int) -> None:
         """After a call on `stream`; lets go of what calls before it have done with. About 2 µs."""
-        if self._running:
-            reached = self._engine.reached()
-            while self._running and self._running[0][0] <= reached:
-                self._running.popleft()
-        number = self._engine.mark(stream)
+        number = self._never  # where the device cannot say any more, they are kept for good
+        try:
+            if self._running:
+                reached = self._engine.reached()
+                while self._running and self._running[0][0] <= reached:
+                    self._running.popleft()
+            number = self._engine.mark(stream)
+        finally:
+            self._keep(number, tensors)
+
+    def _keep(self, number: int, tensors: object) -> None:
         if number == self._never:
             self._captured.append(tensors)
         elif number > 0:

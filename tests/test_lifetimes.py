@@ -51,3 +51,23 @@ def test_layers_from_a_sequence_that_makes_its_items() -> None:
     rig.engine = rig.build()
     rig.join(0, 1)
     assert rig.compare(rig.cycle([Ask(0, 5)])) > 0
+
+
+def test_an_engine_ends_before_what_its_last_cycle_writes() -> None:
+    """The C++ engine's end waits for the device; results that went before it would be written into others' memory."""
+    gone = []
+
+    class Last:
+        def __del__(self) -> None:
+            gone.append("engine")
+
+    engine = running_rig().engine
+    real = engine._engine
+    engine._engine = engine._inputs._engine = Last()
+    weakref.finalize(engine.results.num_nodes, gone.append, "results")
+    weakref.finalize(engine._bound[0], gone.append, "weights")
+    del engine
+    gc.collect()
+    assert gone[0] == "engine"
+    assert "results" in gone
+    assert real.backend_name == "cpu"

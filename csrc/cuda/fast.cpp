@@ -75,7 +75,7 @@ class StreamChain final : public FastChain {
     const stream::DeviceLimits device = stream::current_device();
     const stream::StreamNeeds needs = needs_of(setup);
     for (const Linear& linear : setup.weights) {
-      const bool is_fc = linear.num_parts == 1 && linear.parts[0].shape[1] == context_.config.aux_width();
+      const bool is_fc = &linear == setup.weights.data();  // the first that a loop prepares; down_proj may be as wide
       for (int i = 0; i < linear.num_parts && !is_fc; ++i) {
         if (linear.num_parts < 3 || i == 0) only_skinny_.insert(linear.parts[i].data);
       }

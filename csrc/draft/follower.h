@@ -1,6 +1,7 @@
 // DraftFollower: a rank that does not draft. Results by slot, filled by the bridge, and the `tree` step; no weights.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "core/backend.h"
@@ -17,6 +18,10 @@ class DraftFollower {
 
   // The drafts of these slots as the verifier's tensors, as DraftEngine::tree.
   void tree(const VerifyTensors& batch, Stream stream);
+
+  // After `tree`, on its stream: see Backend::mark.
+  std::uint64_t mark(Stream stream) { return backend_->mark(stream); }
+  [[nodiscard]] std::uint64_t reached() { return backend_->reached(); }
 
  private:
   std::unique_ptr<Backend> backend_;
