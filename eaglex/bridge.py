@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eaglex.bridge_transport import TRANSPORTS, choose
-from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.bridge_transport import choose
+from eaglex.config import TRANSPORTS, EngineLimits, SpeculationConfig
 from eaglex.engine import (
     DraftResults,
     VerifyTensors,
@@ -29,7 +29,8 @@ from eaglex.engine import (
     _fill,
     _Inputs,
     _speculation,
-    _verify_tensors,
+    _verify_fields,
+    current_stream,
 )
 from eaglex.errors import BridgeError, ConfigError, first_line
 
@@ -278,9 +279,7 @@ class Bridge:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _stream(self, stream: int | None) -> int:
-        if stream is not None or self.device.type == "cpu":
-            return stream or 0
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return current_stream(self.device) if stream is None else stream
 
     def invitation(self) -> Invitation:
         """What a dedicated drafter joins with."""
@@ -346,11 +345,8 @@ class Follower:
     ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        tensors = _verify_tensors(self._binary, out, ids)
-        try:
-            self._follower.tree(tensors, stream)
-        finally:
-            self._inputs.keep((*_fields(out).values(), *ids.values()), stream)
+        fields = _verify_fields(self._binary, out, ids)
+        self._inputs.call(self._follower.tree, self._binary.VerifyTensors(), fields, stream)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

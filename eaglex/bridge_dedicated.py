@@ -12,7 +12,17 @@ from torch import Tensor
 
 from eaglex.bridge import Bridge, Invitation, LinkOptions, _follower_tensors
 from eaglex.config import DraftConfig
-from eaglex.engine import DraftBatch, DraftEngine, DraftResults, _config, _extension, _fields, _fill, _speculation
+from eaglex.engine import (
+    DraftBatch,
+    DraftEngine,
+    DraftResults,
+    _config,
+    _extension,
+    _fields,
+    _fill,
+    _speculation,
+    current_stream,
+)
 from eaglex.errors import DeviceError, EaglexError, first_line
 
 _log = logging.getLogger(__name__)
@@ -84,7 +94,7 @@ class DrafterServer:
         try:
             rows = {name: _borrowed(*found).to(device) for name, found in memory.items()}
             rows["draft_from"] = rows["draft_from"].bool()
-            engine.run(DraftBatch(**rows), int(torch.cuda.current_stream(device).cuda_stream))
+            engine.run(DraftBatch(**rows), current_stream(device))
             for name in ("draft_tokens", "parents", "num_nodes", "drafted_for"):
                 getattr(self._sent, name).copy_(getattr(engine.results, name))
         except RuntimeError as error:  # of torch, where a fault of the device shows

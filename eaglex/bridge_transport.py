@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from eaglex.config import TRANSPORTS
+from eaglex.engine import current_stream
 from eaglex.errors import BridgeError, ConfigError, EaglexError, first_line
 
 if TYPE_CHECKING:
     from eaglex.bridge import Members
 
-TRANSPORTS = ("shm", "p2p", "mailbox", "nccl")
 GPU_TRANSPORTS = TRANSPORTS[1:]  # best first
 PROBE_SECONDS = 30.0  # NCCL takes seconds to begin
 PROBE_ROUNDS = 20  # more than an inbox holds
@@ -135,9 +136,9 @@ class _Attempt:
             lanes.slots, lanes.lens = slots, lens
             if self.members.rank == 0:
                 results.copy_(expected)
-                bridge.enqueue_push(bound, lanes, draft=True, stream=_stream(self.device))
+                bridge.enqueue_push(bound, lanes, draft=True, stream=current_stream(self.device))
             else:
-                bridge.enqueue_receive(bound, lanes, stream=_stream(self.device))
+                bridge.enqueue_receive(bound, lanes, stream=current_stream(self.device))
             differing = int(results.differing(expected, slots))  # waits, so that nothing here is freed too early
             bridge.check()
             if differing:
@@ -201,7 +202,3 @@ class Results:
 
 def _opened(bridge: Any) -> tuple[Any, str]:
     return bridge, str(bridge.offer())
-
-
-def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from eaglex.errors import ConfigError
 
+TRANSPORTS = ("shm", "p2p", "mailbox", "nccl")  # of a bridge's messages: between hosts, then between GPUs, best first
+
 
 class AuxNorm(enum.Enum):
     """RMSNorm in front of `fc`: none, one over the whole concatenation (norm_before_fc), one per layer (fc_norm)."""

@@ -220,11 +220,11 @@ class DraftEngine:
 
     def enqueue(self, batch: DraftBatch, stream: int = 0) -> None:
         """One cycle as raw launches on `stream`, capturable by a host."""
-        self._call(self._engine.enqueue, self._binary.BatchTensors(), _fields(batch), stream)
+        self._inputs.call(self._engine.enqueue, self._binary.BatchTensors(), _fields(batch), stream)
 
     def run(self, batch: DraftBatch, stream: int = 0) -> None:
         """One cycle as one launch: extend by the batch's rows, draft K steps, write the results by request slot."""
-        self._call(self._engine.run, self._binary.BatchTensors(), _fields(batch), stream)
+        self._inputs.call(self._engine.run, self._binary.BatchTensors(), _fields(batch), stream)
 
     def tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
@@ -234,7 +234,8 @@ class DraftEngine:
         A slot whose draft was not made for exactly seq_lens[b] gets none: its nodes are pads that nothing reaches.
         """
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        self._call(self._engine.tree, self._binary.VerifyTensors(), _verify_fields(self._binary, out, ids), stream)
+        fields = _verify_fields(self._binary, out, ids)
+        self._inputs.call(self._engine.tree, self._binary.VerifyTensors(), fields, stream)
 
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""
@@ -258,13 +259,6 @@ class DraftEngine:
         """Device memory of the weights in the engine's own order: 0 where it reads them as they came."""
         return int(self._engine.prepared_bytes)
 
-    def _call(self, launch: Callable[[Any, int], None], target: Any, fields: dict[str, Any], stream: int) -> None:
-        tensors = _fill(target, **fields)
-        try:
-            launch(tensors, stream)
-        finally:  # also after half a cycle
-            self._inputs.keep(tuple(fields.values()), stream)
-
 
 class _Inputs:
     """What calls were given, kept alive until they have run: their memory may come from another stream's pool, which
@@ -276,6 +270,14 @@ class _Inputs:
         self._running: collections.deque[tuple[int, object]] = collections.deque()  # by number, oldest first
         self._captured: list[object] = []
 
+    def call(self, launch: Callable[[Any, int], None], target: Any, fields: dict[str, Any], stream: int) -> None:
+        """`launch` with `target`, filled with these fields, which are kept."""
+        filled = _fill(target, **fields)
+        try:
+            launch(filled, stream)
+        finally:  # also after half a cycle
+            self.keep(tuple(fields.values()), stream)
+
     def keep(self, tensors: object, stream: int) -> None:
         """After a call on `stream`; lets go of what calls before it have done with. About 2 µs."""
         number = self._never  # where the device cannot say any more, they are kept for good
@@ -286,13 +288,15 @@ class _Inputs:
                     self._running.popleft()
             number = self._engine.mark(stream)
         finally:
-            self._keep(number, tensors)
+            if number == self._never:
+                self._captured.append(tensors)
+            elif number > 0:
+                self._running.append((number, tensors))
 
-    def _keep(self, number: int, tensors: object) -> None:
-        if number == self._never:
-            self._captured.append(tensors)
-        elif number > 0:
-            self._running.append((number, tensors))
+
+def current_stream(device: torch.device) -> int:
+    """The stream that torch launches to on `device`, as the engine takes it; 0 on a CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def _extension() -> Any:
@@ -324,12 +328,8 @@ def _fields(owner: Any) -> dict[str, Any]:
 _NAMES: dict[type, tuple[str, ...]] = {}  # dataclasses.fields() costs more than the look-ups, several times a cycle
 
 
-def _verify_tensors(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> Any:
-    """The binary's form of `tree`'s arguments; ids holds req_pool_indices, seq_lens and bonus_tokens."""
-    return _fill(binary.VerifyTensors(), **_verify_fields(binary, out, ids))
-
-
 def _verify_fields(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> dict[str, Any]:
+    """What fills the binary's VerifyTensors; ids holds req_pool_indices, seq_lens and bonus_tokens."""
     return _fields(out) | ids | {"mask_mode": getattr(binary.MaskMode, out.mask_mode.name)}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import eaglex
-from eaglex.config import Sampling, SpeculationConfig
+from eaglex.config import TRANSPORTS, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.packed import DraftQuant
 
@@ -41,7 +41,6 @@ class Parser:
 TREE_TOKENS = 16
 WARM_UP_PROMPT, WARM_UP_TOKENS = 16, 8
 STDIN_SECONDS = 0.2
-TRANSPORTS = ("shm", "p2p", "mailbox", "nccl")  # eaglex.bridge_transport's; that imports torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

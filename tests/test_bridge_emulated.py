@@ -23,11 +23,7 @@ def latest(deadline: float) -> float:
 
 @pytest.fixture(scope="module")
 def module():
-    path = emulated.find()
-    if path is None:
-        leave = pytest.fail if os.environ.get("CI") else pytest.skip
-        leave(f"no module in {emulated.FOLDER}; EAGLEX_EMULATOR=ON builds it")
-    return path
+    return emulated.require()
 
 
 @pytest.mark.parametrize("transport", ["p2p", "mailbox"])

@@ -7,7 +7,6 @@ between blocks, the rounding of the tensor cores, time.
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 
 import pytest
@@ -49,11 +48,7 @@ class EmulatedRig(CudaRig):
 
 @pytest.fixture(scope="module")
 def emulator():
-    path = emulated.find()
-    if path is None:
-        leave = pytest.fail if os.environ.get("CI") else pytest.skip
-        leave(f"no module in {emulated.FOLDER}; EAGLEX_EMULATOR=ON builds it")
-    return emulated.Emulator(path)
+    return emulated.Emulator(emulated.require())
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
-from eaglex.engine import DraftBatch, DraftEngine, VerifyTensors
+from eaglex.engine import DraftBatch, DraftEngine, VerifyTensors, current_stream
 from eaglex.packed import PackedWeight
 from eaglex.reference import Draft, VerifyTree
 from eaglex.weights import DraftWeights, LayerWeights
@@ -147,11 +147,6 @@ def tree_of(tensors: VerifyTensors, index: int) -> VerifyTree:
         tensors.retrieve_next_token[index].cpu(),
         tensors.retrieve_next_sibling[index].cpu(),
     )
-
-
-def current_stream(device: torch.device) -> int:
-    """The stream that torch launches to on `device`, as the engine takes it; 0 on a CPU."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def to_device(weights: DraftWeights, device: torch.device) -> DraftWeights:

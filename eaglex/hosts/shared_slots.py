@@ -13,9 +13,9 @@ from torch import Tensor
 
 from eaglex.bridge import Bridge
 from eaglex.config import EngineLimits, MaskMode, SpeculationConfig
-from eaglex.engine import DraftResults, LaneStatus, VerifyTensors
+from eaglex.engine import DraftResults, LaneStatus, VerifyTensors, current_stream
 from eaglex.errors import DeviceError
-from eaglex.hosts.draft_slots import DraftRows, DraftSlots, current_stream
+from eaglex.hosts.draft_slots import DraftRows, DraftSlots
 from eaglex.hosts.team import Team
 from eaglex.reference import Draft
 

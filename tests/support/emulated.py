@@ -25,6 +25,15 @@ def find() -> Path | None:
     return next((path for path in names if path.exists()), None)
 
 
+def require() -> Path:
+    """The module's file; without it the test is skipped, and fails in CI."""
+    path = find()
+    if path is None:
+        leave = pytest.fail if os.environ.get("CI") else pytest.skip
+        leave(f"no module in {FOLDER}; EAGLEX_EMULATOR=ON builds it")
+    return path
+
+
 def load(path: Path) -> ModuleType:
     """Under a name of its own, so that eaglex._C may be loaded beside it."""
     spec = importlib.util.spec_from_file_location("emulated._C", path)

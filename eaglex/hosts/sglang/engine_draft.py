@@ -18,9 +18,9 @@ from torch import Tensor
 
 from eaglex import checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
-from eaglex.engine import DraftBatch, DraftEngine
+from eaglex.engine import DraftBatch, DraftEngine, current_stream
 from eaglex.errors import ConfigError
-from eaglex.hosts.draft_slots import current_stream, to_device
+from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.metrics import Metrics
 from eaglex.hosts.sglang.options import Options

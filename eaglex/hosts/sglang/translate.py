@@ -142,12 +142,15 @@ class Translator:
             num_valid = on_device[at + count + 1 : at + 2 * count + 1]
             seq_lens = on_device[at + 2 * count + 1 : at + 3 * count + 1]
             at += 3 * count + 1
+            draft_from = self._draft_from[False][count]
+            if drafting:
+                draft_from = self._whole(piece, ends, prefilled.unfinished)
             yield DraftBatch(
                 aux_hidden_states=prefilled.hidden_states[piece.start : piece.stop],
                 input_ids=input_ids[piece.start : piece.stop],
                 row_start=row_start,
                 num_valid=num_valid,
-                draft_from=self._whole(piece, ends, prefilled.unfinished) if drafting else self._none(count),
+                draft_from=draft_from,
                 req_pool_indices=prefilled.req_pool_indices[piece.first : piece.last + 1],
                 seq_lens=seq_lens,
                 out_cache_loc=prefilled.out_cache_loc[piece.start : piece.stop],
@@ -160,9 +163,6 @@ class Translator:
         row_start = [bounds[0][0] - piece.start, *(stop - piece.start for _, stop in bounds)]
         seq_lens = [prefix_lens[i] + start - ends[i] for i, (start, _) in zip(places, bounds, strict=True)]
         return [*row_start, *(stop - start for start, stop in bounds), *seq_lens]
-
-    def _none(self, requests: int) -> Tensor:
-        return self._draft_from[False][requests]
 
     def _whole(self, piece: Piece, ends: list[int], unfinished: Unfinished | None) -> Tensor:
         """draft_from: the requests whose prompt ends in this piece."""
