@@ -1,4 +1,4 @@
-"""Calls of one shape by addresses alone: the same results as the calls that are checked, and other shapes turned away."""
+"""Calls of one shape by addresses alone: results as of the calls that are checked, and other shapes turned away."""
 
 from __future__ import annotations
 
