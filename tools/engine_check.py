@@ -9,8 +9,8 @@ PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut pr
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
 Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
-(default 300); GPU of the engines on one (0); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves the
-comparison worker out, HOST_CASES names the cases that it serves. Exit status 1: something differs or is missing.
+(default 300); GPU of the engines on one (0); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves
+the comparison worker out, HOST_CASES names the cases that it serves. Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
@@ -80,7 +80,7 @@ def judged(name: str, stock: dict[str, Any], ours: dict[str, Any], lane: str) ->
 
 
 def may_round(name: str, place: list[int], stock: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether a request ([pass, request, …]) was verified in other trees than EAGLE3's, or penalised in other windows."""
+    """Whether a request ([pass, request, …]) had other trees than EAGLE3's, or was penalised in other windows."""
     a, b = (run["passes"][place[0]]["requests"][place[1]] for run in (stock, ours))
     windows_matter = name.startswith("tree") or not PENALTIES.isdisjoint(b.get("feature", "").split(", "))
     return windows_matter and (a["verify"], a["correct"]) != (b["verify"], b["correct"])
@@ -119,7 +119,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.served: dict[tuple[str, str], Process] = {}
-        for number, (name, lane) in enumerate((name, lane) for name in self.names for lane in lanes_of(name)):
+        for number, (name, lane) in enumerate((case, lane) for case in self.names for lane in lanes_of(case)):
             result = file_of(self.out, name, lane)
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
