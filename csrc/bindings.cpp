@@ -209,6 +209,10 @@ void assign(eaglex::Matrix& to, py::handle value, const std::string& field) {
   to = matrix;
 }
 
+void point(TensorView& view, std::uintptr_t address) {
+  view.data = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
 std::string show(const eaglex::Matrix& matrix) {
   return matrix.packed() ? eaglex::describe(matrix) + " with scales " + eaglex::describe(matrix.scales)
          : matrix        ? eaglex::describe(matrix)
@@ -314,13 +318,21 @@ void bind_tensors(py::module_& m) {
       EAGLEX_TENSOR(BatchTensors, num_valid) EAGLEX_TENSOR(BatchTensors, draft_from)
       EAGLEX_TENSOR(BatchTensors, req_pool_indices) EAGLEX_TENSOR(BatchTensors, seq_lens)
       EAGLEX_TENSOR(BatchTensors, out_cache_loc)
-      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms);
+      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms)
+      .def("point", [](BatchTensors& self, std::uintptr_t aux_hidden_states, std::uintptr_t input_ids, std::uintptr_t num_valid,
+                       std::uintptr_t req_pool_indices, std::uintptr_t seq_lens, std::uintptr_t out_cache_loc) {
+        point(self.aux_hidden_states, aux_hidden_states); point(self.input_ids, input_ids); point(self.num_valid, num_valid);
+        point(self.req_pool_indices, req_pool_indices); point(self.seq_lens, seq_lens); point(self.out_cache_loc, out_cache_loc);
+      }, "The same shapes and types at other addresses; unchecked.");
   py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
       EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_TENSOR(VerifyTensors, req_pool_indices)
       EAGLEX_TENSOR(VerifyTensors, seq_lens) EAGLEX_TENSOR(VerifyTensors, bonus_tokens)
       EAGLEX_TENSOR(VerifyTensors, draft_tokens) EAGLEX_TENSOR(VerifyTensors, positions)
       EAGLEX_TENSOR(VerifyTensors, retrieve_index) EAGLEX_TENSOR(VerifyTensors, retrieve_next_token)
-      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask);
+      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask)
+      .def("point", [](VerifyTensors& self, std::uintptr_t req_pool_indices, std::uintptr_t seq_lens, std::uintptr_t bonus_tokens) {
+        point(self.req_pool_indices, req_pool_indices); point(self.seq_lens, seq_lens); point(self.bonus_tokens, bonus_tokens);
+      }, "The same shapes and types at other addresses; unchecked.");
 #undef EAGLEX_TENSOR
 #undef EAGLEX_FIELD
 }

@@ -413,6 +413,10 @@ class EngineTensors:
     def scores(self, arg1: typing.Any) -> None: ...
 class BatchTensors:
     def __init__(self) -> None: ...
+    def point(self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex, arg2: typing.SupportsInt | typing.SupportsIndex, arg3: typing.SupportsInt | typing.SupportsIndex, arg4: typing.SupportsInt | typing.SupportsIndex, arg5: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        The same shapes and types at other addresses; unchecked.
+        """
     @property
     def aux_hidden_states(self) -> str: ...
     @aux_hidden_states.setter
@@ -456,6 +460,10 @@ class BatchTensors:
 class VerifyTensors:
     mask_mode: MaskMode
     def __init__(self) -> None: ...
+    def point(self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex, arg2: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        The same shapes and types at other addresses; unchecked.
+        """
     @property
     def bonus_tokens(self) -> str: ...
     @bonus_tokens.setter

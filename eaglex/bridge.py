@@ -31,8 +31,10 @@ from eaglex.engine import (
     _speculation,
     _verify_fields,
     current_stream,
+    repeated_tree_of,
 )
 from eaglex.errors import BridgeError, ConfigError, first_line
+from eaglex.repeated import RepeatedTree
 
 _log = logging.getLogger(__name__)
 
@@ -347,6 +349,13 @@ class Follower:
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         fields = _verify_fields(self._binary, out, ids)
         self._inputs.call(self._follower.tree, self._binary.VerifyTensors(), fields, stream)
+
+    def repeated_tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
+    ) -> RepeatedTree:
+        """As `DraftEngine.repeated_tree`."""
+        ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+        return repeated_tree_of(self._binary, self._follower.tree, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -8,8 +8,9 @@
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below); SECONDS for all of it (default 300); NO_HOST=1
-leaves the comparison worker out. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
+(default 300); GPU of the engines on one (0); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves
+the comparison worker out, HOST_CASES names the cases that it serves. Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
@@ -32,13 +33,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from socket_check import Process, about, serve_all, until
 from socket_parts import cases as socket_cases
-from socket_parts.cases import compared, environment_of
+from socket_parts.cases import PENALTIES, compared, environment_of, gpus_of
 from socket_parts.engine import write
 
-CASES = ("chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64")
+CASES = (
+    "chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64", "chain, page 16", "chain, page 64",
+    "chain, features", "tree, features", "chain, weight updates", "chain, forced retraction", "chain, sampled",
+    "chain, small pool", "chain, 3 slots, page 64",
+)  # fmt: skip
+GPU = os.environ.get("GPU", "0")  # of the engines on one
 STOCK, HOST, ENGINE = ALL_LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
 LANES = tuple(lane for lane in ALL_LANES if lane != HOST or not os.environ.get("NO_HOST"))
 CLOSE = 0.01  # accept lengths: by how much they may differ
+
+
+def lanes_of(name: str) -> tuple[str, ...]:
+    """Who serves a case."""
+    chosen = os.environ.get("HOST_CASES")
+    return tuple(lane for lane in LANES if lane != HOST or chosen is None or name in chosen.split("; "))
 
 
 def lane_environment(lane: str) -> dict[str, str]:
@@ -68,16 +80,19 @@ def judged(name: str, stock: dict[str, Any], ours: dict[str, Any], lane: str) ->
 
 
 def may_round(name: str, place: list[int], stock: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether a request ([pass, request, …]) was verified in other trees than EAGLE3's."""
+    """Whether a request ([pass, request, …]) had other trees than EAGLE3's, or was penalised in other windows."""
     a, b = (run["passes"][place[0]]["requests"][place[1]] for run in (stock, ours))
-    return name.startswith("tree") and (a["verify"], a["correct"]) != (b["verify"], b["correct"])
+    windows_matter = name.startswith("tree") or not PENALTIES.isdisjoint(b.get("feature", "").split(", "))
+    return windows_matter and (a["verify"], a["correct"]) != (b["verify"], b["correct"])
 
 
 def shown(row: dict[str, Any]) -> str:
     if row.get("missing"):
         return f"| {row['case']} | {row['lane']} | not served: {', '.join(row['missing'])} | | | |"
     accept = " / ".join(f"{value:.3f}" for value in row["accept_length"].values())
-    verdict = "equal" if row["equal"] else f"DIFFERS {row.get('first_error', '')}"
+    verdict = "equal" if row["equal"] else f"DIFFERS {row['different'][:4]} {row.get('first_error', '')}"
+    if "logprob_error" in row:
+        verdict += f", log-probabilities within {row['logprob_error']:.2g}"
     if row["equal"] and row["different"]:
         verdict = "equal but for rounding in other trees"
     return (
@@ -104,11 +119,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.served: dict[tuple[str, str], Process] = {}
-        for number, (name, lane) in enumerate((name, lane) for name in self.names for lane in LANES):
+        for number, (name, lane) in enumerate((case, lane) for case in self.names for lane in lanes_of(case)):
             result = file_of(self.out, name, lane)
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
-            self.served[name, lane] = Process(arguments, result, "0", 22000 + 7 * number, environment)
+            devices = "0,1" if gpus_of(name) > 1 else GPU
+            self.served[name, lane] = Process(arguments, result, devices, 22000 + 7 * number, environment)
 
     def left(self) -> float:
         return max(1.0, float(os.environ.get("SECONDS", 300)) - (time.monotonic() - self.started))
@@ -118,8 +134,11 @@ class Plan:
 
 
 def serve(plan: Plan) -> dict[str, float]:
-    """All engines beside each other; each serves as soon as it is up. Seconds until each was."""
+    """All engines come up beside each other. Those on two GPUs serve first, one after the other, since a collective
+    waits until both ranks have the time slice of their GPU; then the others at once. Seconds until each was up.
+    """
     processes = list(plan.served.values())
+    pairs = [process for (name, _), process in plan.served.items() if gpus_of(name) > 1]
     for process in processes:
         process.start()
     up: dict[str, float] = {}
@@ -132,7 +151,13 @@ def serve(plan: Plan) -> dict[str, float]:
 
     until(all_up, plan.left() / 2)
     plan.say(f"{sum(process.has('.ready') for process in processes)} of {len(processes)} are up")
-    serve_all(processes, plan.left())
+    gate = os.environ.get("WAIT_FOR")  # other engines that are coming up
+    if gate:
+        until(lambda: Path(gate).exists(), plan.left() / 2)
+    for process in pairs:
+        serve_all([process], plan.left() / 2)
+        plan.say(f"on two GPUs: {process.result.stem} {'served' if process.has('.json') else 'FAILED'}")
+    serve_all([process for process in processes if process not in pairs], plan.left())
     plan.say(f"{sum(process.has('.json') for process in processes)} of {len(processes)} have served")
     return up
 
@@ -140,8 +165,8 @@ def serve(plan: Plan) -> dict[str, float]:
 def rows_of(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for name in plan.names:
-        found = {lane: plan.served[name, lane] for lane in LANES}
-        for lane in LANES[1:]:
+        found = {lane: plan.served[name, lane] for lane in lanes_of(name)}
+        for lane in list(found)[1:]:
             missing = [one for one in (STOCK, lane) if not found[one].has(".json")]
             if missing:
                 rows.append({"case": name, "lane": lane, "equal": False, "missing": missing})

@@ -25,7 +25,7 @@ def test_no_options_run_the_hosts_own_draft() -> None:
 def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
-        "stop_below": 0.1, "max_rows": 512, "pausing": True,
+        "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -35,6 +35,9 @@ def test_options_are_read() -> None:
         stop_below=0.1,
         max_rows=512,
         pausing=True,
+        join_deadline=20.0,
+        deadline=2.5,
+        transport="nccl",
     )
     assert set(written) == {field for field in Options.__dataclass_fields__ if field != "DEFAULT_ROWS"}
 
@@ -58,7 +61,8 @@ WRONG = {
     '{"placement": 0}': "placement", '{"aux_layer_ids": [1.5]}': "a list of integers", '{"aux_layer_ids": []}': "aux",
     '{"convention": "both"}': "convention", '{"stop_below": 1}': "stop_below", '{"stop_below": "a"}': "a number",
     '{"pausing": 1}': "true or false",
-    '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer",
+    '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer", '{"deadline": 0}': "deadline",
+    '{"join_deadline": "soon"}': "a number", '{"transport": "tcp"}': "'p2p' or 'mailbox' or 'nccl'",
 }  # fmt: skip
 
 
@@ -89,7 +93,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 REFUSED = {
-    "tp_size": 2, "enable_memory_saver": True, "speculative_draft_model_quantization": "fp8",
+    "nnodes": 2, "enable_memory_saver": True, "speculative_draft_model_quantization": "fp8",
     "speculative_draft_load_format": "dummy", "speculative_draft_attention_backend": "triton", "pp_size": 2,
     "enable_hierarchical_cache": True, "disaggregation_mode": "prefill",
     "enable_dp_attention": True, "enable_two_batch_overlap": True, "enable_multi_layer_eagle": True,

@@ -11,7 +11,7 @@ from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
 
 # option, allowed values, why another is refused
 REFUSED: Final = (
-    ("tp_size", (1,), "the engine drafts on one GPU, and does not yet send its drafts to the target's other ranks"),
+    ("nnodes", (1,), "drafts reach the target's other ranks over memory that they share"),
     ("enable_memory_saver", (False,), "the draft's memory cannot be released and resumed yet"),
     ("speculative_draft_model_quantization", (None, "unquant"), "the engine reads unquantised drafts alone"),
     ("speculative_draft_load_format", (None, "auto", "safetensors"), "eaglex reads the draft's safetensors itself"),

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
 from eaglex.aux_layers import AuxConvention
+from eaglex.bridge_transport import GPU_TRANSPORTS
 from eaglex.errors import ConfigError
 
 VARIABLE = "EAGLEX_OPTIONS"
@@ -43,6 +44,8 @@ class Options:
     draft, where its config is wrong or silent (docs/checkpoints.md). stop_below: as in SpeculationConfig. max_rows:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
     chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
+    With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
+    the transport that takes the place of the probe's choice (docs/bridge.md).
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
@@ -54,12 +57,18 @@ class Options:
     stop_below: float = 0.0
     max_rows: int = 0
     pausing: bool = False
+    join_deadline: float = 600.0
+    deadline: float = 60.0
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
             _fail("stop_below", "a number in [0, 1)", self.stop_below)
         if self.max_rows < 0:
             _fail("max_rows", "an integer >= 0", self.max_rows)
+        for name in ("join_deadline", "deadline"):
+            if not 0 < getattr(self, name) < float("inf"):
+                _fail(name, "seconds > 0", getattr(self, name))
 
 
 def read(environment: Mapping[str, str] | None = None) -> Options:
@@ -128,6 +137,12 @@ def _fail(name: str, expected: str, actual: object) -> NoReturn:
     raise ConfigError(f"{VARIABLE}: {name}: expected {expected}, got {actual!r}")
 
 
+def _transport(name: str, value: object) -> str:
+    if value not in GPU_TRANSPORTS:
+        _fail(name, " or ".join(map(repr, GPU_TRANSPORTS)), value)
+    return str(value)
+
+
 _READERS: dict[str, Any] = {
     "drafter": _member(Drafter),
     "placement": _member(Placement),
@@ -136,4 +151,7 @@ _READERS: dict[str, Any] = {
     "stop_below": _number,
     "max_rows": _integer,
     "pausing": _flag,
+    "join_deadline": _number,
+    "deadline": _number,
+    "transport": _transport,
 }
