@@ -15,6 +15,8 @@ from eaglex.aux_layers import AuxConvention
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import algorithm, arguments, aux_capture, compat, draft_memory, engine_arguments, options
 from eaglex.hosts.sglang.options import Drafter, Options, Placement
+from eaglex.hot_vocab import HotVocab
+from eaglex.packed import Auto, DraftQuant, Precision
 
 
 def test_no_options_run_the_hosts_own_draft() -> None:
@@ -26,6 +28,7 @@ def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
         "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
+        "draft_quant": "head=fp8", "hot_vocab": "9:a.json",
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -38,7 +41,10 @@ def test_options_are_read() -> None:
         join_deadline=20.0,
         deadline=2.5,
         transport="nccl",
+        draft_quant=DraftQuant(head=Precision.FP8),
+        hot_vocab=HotVocab(size=9, file="a.json"),
     )
+    assert options.read({options.VARIABLE: '{"draft_quant": "auto"}'}).draft_quant is Auto.AUTO
     assert set(written) == {field for field in Options.__dataclass_fields__ if field != "DEFAULT_ROWS"}
 
 
@@ -56,6 +62,7 @@ def test_doctor_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WRONG = {
+    '{"draft_quant": "int2"}': "int4, or head", '{"draft_quant": 8}': "a text", '{"hot_vocab": "0"}': "N >= 1",
     "{": "a JSON object", "[]": "a JSON object", '{"draft": 1}': "'draft'",
     '{"drafter": "stock"}': "'host' or 'engine'",
     '{"placement": 0}': "placement", '{"aux_layer_ids": [1.5]}': "a list of integers", '{"aux_layer_ids": []}': "aux",

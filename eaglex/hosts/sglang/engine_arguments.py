@@ -13,7 +13,7 @@ from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
 REFUSED: Final = (
     ("nnodes", (1,), "drafts reach the target's other ranks over memory that they share"),
     ("enable_memory_saver", (False,), "the draft's memory cannot be released and resumed yet"),
-    ("speculative_draft_model_quantization", (None, "unquant"), "the engine reads unquantised drafts alone"),
+    ("speculative_draft_model_quantization", (None, "unquant"), f"a draft's bits are draft_quant of {VARIABLE}"),
     ("speculative_draft_load_format", (None, "auto", "safetensors"), "eaglex reads the draft's safetensors itself"),
     ("speculative_draft_attention_backend", (None,), "the engine has its own attention"),
 )

@@ -22,6 +22,7 @@ from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import draft_memory
 from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.ranks import Link
+from eaglex.hosts.sglang.shrink import Shrink
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
 from eaglex.repeated import RepeatedRun
@@ -39,6 +40,8 @@ class EngineDraft(DraftSide):
         self._link: Link | None = None
         self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
         self._failures = 0
+        path = self.server_args.speculative_draft_model_path
+        self._shrink = Shrink(self.options, path, speculation=self.speculation)
         started = time.perf_counter()
         self.memory = draft_memory.Ledger(self.device)
         with self.memory.taking("weights"):
@@ -63,7 +66,11 @@ class EngineDraft(DraftSide):
     @property
     def _in_place(self) -> tuple[str, ...]:
         """Tensors that are the target's own memory: those that it has whole on this GPU."""
-        return self.facts.borrowed if self.ranks.size == 1 else ()
+        return self._borrowed if self.ranks.size == 1 else ()
+
+    @property
+    def _borrowed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.facts.borrowed if name != "lm_head" or not self._shrink.own_head)
 
     def _load(self) -> DraftWeights:
         args, options, model_config = self.server_args, self.options, self.target_worker.model_config
@@ -78,7 +85,9 @@ class EngineDraft(DraftSide):
             revision=args.speculative_draft_model_revision,
             held=self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype),
         )
-        return to_device(loaded.weights, self.device)
+        weights = to_device(loaded.weights, self.device)
+        self.config, weights = self._shrink.of(self.facts.config, weights, self.device)
+        return weights
 
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
@@ -135,7 +144,7 @@ class EngineDraft(DraftSide):
             "EAGLEX: GPU memory %s; the draft shares %s with the target; %d bytes of K and V for each of %d slots; "
             "drafts on %s%s.",
             self.memory,
-            " and ".join(self.facts.borrowed) or "nothing",
+            " and ".join(self._borrowed) or "nothing",
             self.kv_bytes_per_token,
             self.draft_k[0].shape[0],
             self.engine.backend_name,

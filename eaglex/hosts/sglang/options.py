@@ -12,12 +12,14 @@ import enum
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 from eaglex.aux_layers import AuxConvention
 from eaglex.bridge_transport import GPU_TRANSPORTS
 from eaglex.errors import ConfigError
+from eaglex.hot_vocab import HotVocab
+from eaglex.packed import Auto, DraftQuant
 
 VARIABLE = "EAGLEX_OPTIONS"
 
@@ -45,7 +47,8 @@ class Options:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
     chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
     With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
-    the transport that takes the place of the probe's choice (docs/bridge.md).
+    the transport that takes the place of the probe's choice (docs/bridge.md). draft_quant, hot_vocab: the draft in
+    fewer bits and with a smaller head (docs/precision.md), as of `eaglex generate`.
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
@@ -60,6 +63,8 @@ class Options:
     join_deadline: float = 600.0
     deadline: float = 60.0
     transport: str | None = None
+    draft_quant: DraftQuant | Auto | None = None
+    hot_vocab: HotVocab | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
@@ -143,6 +148,18 @@ def _transport(name: str, value: object) -> str:
     return str(value)
 
 
+def _parsed(parse: Callable[[str], Any]) -> Any:
+    def reader(name: str, value: object) -> Any:
+        if not isinstance(value, str):
+            _fail(name, "a text", value)
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{VARIABLE}: {error}") from None
+
+    return reader
+
+
 _READERS: dict[str, Any] = {
     "drafter": _member(Drafter),
     "placement": _member(Placement),
@@ -154,4 +171,6 @@ _READERS: dict[str, Any] = {
     "join_deadline": _number,
     "deadline": _number,
     "transport": _transport,
+    "draft_quant": _parsed(lambda text: Auto.AUTO if text == Auto.AUTO.value else DraftQuant.parse(text)),
+    "hot_vocab": _parsed(HotVocab.parse),
 }
