@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from eaglex.errors import ConfigError
 
@@ -129,10 +129,12 @@ def _record(line: bytes, field: str | None, where: str) -> list[int] | str:
             value = value[int(name)]
         else:
             value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, str) or (field is not None and _ids(value)):
+    if field is not None and _ids(value):
+        return value
+    if isinstance(value, str):
         return value
     raise ConfigError(f"{where}: expected `tokens`, or a text in `{field or 'text'}`, got {type(value).__name__}")
 
 
-def _ids(value: Any) -> bool:
+def _ids(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
