@@ -12,7 +12,7 @@ import hf_pair
 import pytest
 import torch
 from rank_processes import Ranks
-from support.models import make_config, random_weights, rejection
+from support.models import ROPES, make_config, random_weights, rejection
 
 from eaglex import generate
 from eaglex.cli import main
@@ -21,6 +21,7 @@ from eaglex.engine import DraftEngine
 from eaglex.errors import ConfigError
 from eaglex.hosts import auto_quant, calibration
 from eaglex.hosts.auto_quant import Measured, Score
+from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.hf_target import HookedTarget
 from eaglex.packed import Auto, DraftQuant, PackedWeight, Part, Precision
 from eaglex.quantize import quantize
@@ -221,6 +222,19 @@ def test_agreement_is_that_of_the_reference(draft) -> None:
     packed = [w for _, w in quantize(weights, quant).named() if isinstance(w, PackedWeight)]
     norms = 4 * (4 * config.hidden_size)
     assert found.nbytes == 4 * (sum(w.nbytes for w in packed) + norms) + weights.fc.nbytes
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_the_reference_runs_where_the_weights_are(rope) -> None:
+    """The meta device stands for a GPU: a tensor that is made on the CPU does not mix with its tensors."""
+    config, meta = make_config(rope=rope), torch.device("meta")
+    weights = random_weights(config)
+    text = calibration.stand_ins(config, weights)
+    packed = to_device(quantize(weights, DraftQuant.parse("int4")), meta)
+    bench = auto_quant._Bench.__new__(auto_quant._Bench)
+    bench.config, bench.device, bench.counted = config, meta, 5
+    bench.aux, bench.ids = text.aux_hidden_states.to(meta), text.input_ids.to(meta)
+    assert bench._best(packed).shape == (5,)
 
 
 def test_a_broken_part_is_not_chosen(draft, monkeypatch) -> None:
