@@ -85,7 +85,7 @@ def test_report_by_precision(capsys):
     code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, "--bandwidth", "4.8", "--draft-quant", "mlp=int4")
     assert code == 0
     line = next(text for text in out.splitlines() if text.startswith("draft_quant"))
-    assert line.startswith("draft_quant: mlp=int4; one precision for all parts would read per step: none ")
+    assert line.startswith("draft_quant: mlp=int4; --draft-quant would read per step with none ")
     assert line.count(" us)") == 3
     options = ["--bandwidth", "2", "--draft-quant", "fp8", "--json"]
     code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, *options)

@@ -2,9 +2,10 @@
 
     python tools/precision.py shapes --shrink 1       random weights of real shapes, teacher-forced
     python tools/precision.py pair models/tiny        a pair's own: teacher-forced on its texts, and accept length
+    python tools/precision.py auto --device cuda      what --draft-quant auto measures and chooses for random weights
 
-Prints Markdown tables, part by part; `--output FILE` writes the figures as JSON as well. Everything runs in float32 on
-the CPU with bfloat16 weights, so that only the precision of the matrices differs.
+Prints Markdown tables, part by part; `--output FILE` writes the figures as JSON as well. The first two run in float32
+on the CPU with bfloat16 weights, so that only the precision of the matrices differs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,35 @@ def shapes(arguments: argparse.Namespace) -> dict[str, Any]:
                 a = Agreement.of(teacher_forced(config, mixed, aux, ids), plain)
                 rows[quant] = dataclasses.asdict(a)
                 print(f"| {quant} | {a.top1:.1%} | {a.cosine:.5f} | {a.kl:.5f} |", flush=True)
+    return found
+
+
+def auto(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The lines of a choice, per shape, on stand-ins for a target's states: what a server's start would say."""
+    from eaglex.hosts import auto_quant
+    from eaglex.hosts.calibration import stand_ins
+    from eaglex.hosts.draft_slots import to_device
+
+    device, found = torch.device(arguments.device), dict[str, Any]()
+    speculation = SpeculationConfig(num_steps=arguments.num_steps)
+    for name in arguments.shape or SHAPES:
+        config, weights = random_draft(name, arguments.shrink, None)
+        named = {f.name: getattr(weights.layers[0], f.name) for f in dataclasses.fields(LayerWeights)}
+        weights = to_device(
+            DraftWeights(
+                embed_tokens=weights.embed_tokens.bfloat16().repeat(-(-config.vocab_size // EMBEDDED), 1)[
+                    : config.vocab_size
+                ],
+                fc=weights.fc.bfloat16(), aux_norms=[], norm=weights.norm.bfloat16(),
+                layers=[LayerWeights(**{field: tensor.bfloat16() for field, tensor in named.items()})],
+                lm_head=weights.lm_head.bfloat16(),
+            ),
+            device,
+        )  # fmt: skip
+        begun = time.perf_counter()
+        choice = auto_quant.choose(config, weights, speculation, text=stand_ins(config, weights), device=device)
+        found[name] = {"quant": str(choice.quant), "lines": choice.lines, "seconds": time.perf_counter() - begun}
+        print(f"\n{name} / {arguments.shrink}, {found[name]['seconds']:.1f} s", *choice.lines, sep="\n", flush=True)
     return found
 
 
@@ -297,7 +328,13 @@ def main(arguments: list[str] | None = None) -> int:
     two.add_argument("--hot-vocab", action="append", metavar="N|FILE|N:FILE", help="a smaller head as well")
     two.add_argument("--num-steps", type=int, default=5, help="default 5")
     two.set_defaults(run=pair)
-    for sub in (one, two):
+    three = kinds.add_parser("auto", help="the choice of --draft-quant auto")
+    three.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
+    three.add_argument("--shrink", type=int, default=1, help="divide every size by this (default 1)")
+    three.add_argument("--device", default="cuda", help="default cuda")
+    three.add_argument("--num-steps", type=int, default=5, help="default 5")
+    three.set_defaults(run=auto)
+    for sub in (one, two, three):
         sub.add_argument("--draft-quant", action="append", metavar="P", help="only these, as eaglex takes them")
         sub.add_argument("--output", help="JSON file for the figures")
     options = parser.parse_args(arguments)

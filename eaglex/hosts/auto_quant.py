@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ACCEPT, LOSS = 0.75, 0.2
 VERIFY_CYCLES = 4.0  # and a verification then counts as that many cycles of the unquantised draft
 SECONDS = 20.0  # behind this no further part is measured, so that a start stays bounded
-NEAR = 0.005  # scores closer than this are equal: then the recipe that agrees most is taken
+NEAR = 0.005  # scores closer than this, or than two runs of one draft, are equal: what agrees most is taken
 _ROUNDS, _CYCLES, _ROUND_SECONDS = 12, 3, 0.4
 _LOW = (Precision.FP8, Precision.INT4)
 _READ_BY_STEPS = ("norm", "lm_head")  # and the layers; fc once per cycle, of the embedding a row
@@ -61,6 +61,7 @@ class Score:
     verify_seconds: float
     accept: float
     loss: float
+    near: float = NEAR  # scores that differ by this share are equal
 
     def accept_length(self, same_best: float) -> float:
         """Estimated, of a chain of `num_steps`, the bonus token counted."""
@@ -106,7 +107,9 @@ def choose(
     while left and time.perf_counter() - begun < SECONDS:
         part, precision = left.pop(0)
         alone[part, precision] = bench.measure(DraftQuant(**{part.value: precision}))
-    score = _score(stored, list(alone.values()), text, speculation.num_steps)
+    again = bench.measure(DraftQuant()).seconds
+    apart, stored = abs(again - stored.seconds), dataclasses.replace(stored, seconds=min(again, stored.seconds))
+    score = _score(stored, list(alone.values()), text, speculation.num_steps, apart)
     wanted = [_best_sum(stored, alone, score)]
     if len(alone) == len(Part) * len(_LOW):
         wanted += [DraftQuant.parse(word.value) for word in _LOW]
@@ -217,16 +220,19 @@ def _plain_parts(weights: DraftWeights) -> list[Part]:
     return sorted((part for part in Part if part not in packed), key=lambda part: -sizes[part])
 
 
-def _score(stored: Measured, alone: list[Measured], text: CalibrationText, num_steps: int) -> Score:
-    """What the text shows of acceptance; what it cannot show is assumed."""
+def _score(
+    stored: Measured, alone: list[Measured], text: CalibrationText, num_steps: int, apart: float = 0.0
+) -> Score:
+    """What the text shows of acceptance; what it cannot show is assumed. Two runs were `apart` by so many seconds."""
     verify = text.verify_seconds or VERIFY_CYCLES * stored.seconds
+    near = max(NEAR, apart / (verify + stored.seconds))
     if not stored.accept:
-        return Score(num_steps=num_steps, verify_seconds=verify, accept=ACCEPT, loss=LOSS)
+        return Score(num_steps=num_steps, verify_seconds=verify, accept=ACCEPT, loss=LOSS, near=near)
     differ = sum(1 - each.same_best for each in alone)
     lost = sum(stored.accept - each.accept for each in alone if each.accept is not None)
     # Over all recipes together, since a single one's loss on so few rows is mostly chance. Never a gain.
     loss = min(1.0, max(LOSS / 2, lost / differ / stored.accept)) if differ else LOSS
-    return Score(num_steps=num_steps, verify_seconds=verify, accept=stored.accept, loss=loss)
+    return Score(num_steps=num_steps, verify_seconds=verify, accept=stored.accept, loss=loss, near=near)
 
 
 def _best_sum(stored: Measured, alone: dict[tuple[Part, Precision], Measured], score: Score) -> DraftQuant:
@@ -251,7 +257,7 @@ def _best_sum(stored: Measured, alone: dict[tuple[Part, Precision], Measured], s
 
 def _first_of_equals(found: list[Measured], score: Score) -> Measured:
     """Of all that score as well as the best, the one that agrees most, then the earliest."""
-    enough = (1 - NEAR) * max(score.of(each) for each in found)
+    enough = (1 - score.near) * max(score.of(each) for each in found)
     return max((each for each in found if score.of(each) >= enough), key=lambda each: each.same_best)
 
 
@@ -287,8 +293,10 @@ def _reason(found: list[Measured], chosen: Measured, score: Score) -> str:
         if not others:
             return "no part is left to be quantised"
         best = others[-1]
+        why = "what two runs as stored are apart" if score.near > NEAR else "the least that counts"
         gain = score.of(best) / score.of(stored) - 1
-        return f"nothing gains more than {NEAR:.1%}; {best.quant} comes next with {gain:+.1%} tokens per second"
+        nothing = f"nothing gains more than {score.near:.1%}, {why}"
+        return f"{nothing}; {best.quant} comes next with {gain:+.1%} tokens per second"
     gain = score.of(chosen) / score.of(stored) - 1
     return (
         f"{gain:+.1%} tokens per second: a cycle takes {chosen.seconds * 1e3:.3f} ms instead of "
