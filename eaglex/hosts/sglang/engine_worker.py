@@ -105,7 +105,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             result, draft, inputs = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = self._events.recorded()
+        ready = self._events.recorded(self._stream.current.stream())
         self._fence.publish(ready)
         self._stream.fork(Work(run=draft, ready=ready, inputs=inputs))
         if on_publish is None:  # the host waits for the lengths before it goes on
