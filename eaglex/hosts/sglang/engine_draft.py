@@ -19,11 +19,12 @@ from eaglex import checkpoint
 from eaglex.engine import DraftBatch, DraftEngine, current_stream
 from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
-from eaglex.hosts.sglang import draft_memory
+from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.ranks import Link
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
+from eaglex.quantize import quantize
 from eaglex.repeated import RepeatedRun
 from eaglex.weights import DraftWeights
 
@@ -78,7 +79,12 @@ class EngineDraft(DraftSide):
             revision=args.speculative_draft_model_revision,
             held=self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype),
         )
-        return to_device(loaded.weights, self.device)
+        quant = engine_arguments.quant_of(args, options)
+        weights = loaded.weights
+        if quant is not None:
+            weights = quantize(weights, quant, device=self.device)
+            logger.info("EAGLEX: the draft's matrices: %s.", quant)
+        return to_device(weights, self.device)
 
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None

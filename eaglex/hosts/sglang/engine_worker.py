@@ -1,4 +1,4 @@
-"""The worker with eaglex's own engine: EAGLEX_OPTIONS='{"drafter": "engine"}'.
+"""The worker with eaglex's own engine, which is what EAGLEX means unless the option `drafter` says otherwise.
 
 One forward: join the last draft; turn the drafts of the batch's slots into the verifier's input and verify (or
 prefill); publish the lengths; fork the next draft. When it is enqueued is what `worker.py` has settled: with overlapped
