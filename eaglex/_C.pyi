@@ -413,9 +413,9 @@ class EngineTensors:
     def scores(self, arg1: typing.Any) -> None: ...
 class BatchTensors:
     def __init__(self) -> None: ...
-    def point(self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex, arg2: typing.SupportsInt | typing.SupportsIndex, arg3: typing.SupportsInt | typing.SupportsIndex, arg4: typing.SupportsInt | typing.SupportsIndex, arg5: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def move(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any, arg3: typing.Any, arg4: typing.Any, arg5: typing.Any) -> bool:
         """
-        The same shapes and types at other addresses; unchecked.
+        The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' types and sizes.
         """
     @property
     def aux_hidden_states(self) -> str: ...
@@ -460,9 +460,9 @@ class BatchTensors:
 class VerifyTensors:
     mask_mode: MaskMode
     def __init__(self) -> None: ...
-    def point(self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex, arg2: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def move(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> bool:
         """
-        The same shapes and types at other addresses; unchecked.
+        The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' types and sizes.
         """
     @property
     def bonus_tokens(self) -> str: ...
@@ -576,6 +576,10 @@ class FollowerTensors:
     def parents(self, arg1: typing.Any) -> None: ...
 class LaneTensors:
     def __init__(self) -> None: ...
+    def move(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> bool:
+        """
+        The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' types and sizes.
+        """
     @property
     def lens(self) -> str: ...
     @lens.setter

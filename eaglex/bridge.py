@@ -34,7 +34,7 @@ from eaglex.engine import (
     repeated_tree_of,
 )
 from eaglex.errors import BridgeError, ConfigError, first_line
-from eaglex.repeated import RepeatedTree
+from eaglex.repeated import RepeatedLanes, RepeatedTree
 
 _log = logging.getLogger(__name__)
 
@@ -326,6 +326,19 @@ class Bridge:
     def counters(self) -> dict[str, int]:
         """Messages `pushed` and `received`, and those of them with `drafts`."""
         return {name: int(count) for name, count in self._bridge.counters().items()}
+
+    def repeated_lanes(self, slots: Tensor, lens: Tensor, num_valid: Tensor) -> RepeatedLanes:
+        """For `push_lanes` and `receive_lanes` of as many requests, with a transport between GPUs."""
+        given = {"slots": slots, "lens": lens, "num_valid": num_valid}
+        return RepeatedLanes(_fill(self._binary.LaneTensors(), **given))
+
+    def push_lanes(self, lanes: Any, *, draft: bool, stream: int) -> None:
+        """`push` of what `RepeatedLanes.at` gives; the caller keeps it alive until it has run."""
+        self._bridge.enqueue_push(self._tensors, lanes, draft=draft, stream=stream)
+
+    def receive_lanes(self, lanes: Any, *, stream: int) -> None:
+        """`receive`, as `push_lanes`."""
+        self._bridge.enqueue_receive(self._tensors, lanes, stream=stream)
 
 
 class Follower:

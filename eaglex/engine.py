@@ -246,9 +246,7 @@ class DraftEngine:
         filled = _fill(self._binary.BatchTensors(), **_fields(batch))
         if batch.out_cache_loc is None or batch.temperatures is not None:
             raise ConfigError("repeated_run: expected out_cache_loc and no temperatures")
-        given = (batch.aux_hidden_states, batch.input_ids, batch.num_valid, batch.req_pool_indices, batch.seq_lens)
-        constant = (batch.row_start, batch.draft_from)
-        return RepeatedRun(self._launch_run, filled, (*given, batch.out_cache_loc), constant)
+        return RepeatedRun(self._launch_run, filled, (batch.row_start, batch.draft_from))
 
     def repeated_tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
@@ -372,8 +370,7 @@ def repeated_tree_of(
 ) -> RepeatedTree:
     """A `tree` of one shape, for an engine's and a follower's alike."""
     filled = _fill(binary.VerifyTensors(), **_verify_fields(binary, out, ids))
-    given = (ids["req_pool_indices"], ids["seq_lens"], ids["bonus_tokens"])
-    return RepeatedTree(launch, filled, given, dataclasses.replace(out))
+    return RepeatedTree(launch, filled, dataclasses.replace(out))
 
 
 def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:

@@ -1,7 +1,9 @@
 """Calls of one shape, again and again: translated and checked the first time, addresses alone from then on.
 
 A cycle through `DraftEngine.run` and `.tree` reads twenty tensors' shapes, strides, types and devices. A host whose
-batches keep their shape for thousands of cycles pays for that once.
+batches keep their shape for thousands of cycles pays for that once. What is still looked at each time is that a tensor
+is dense and has the type and the number of elements of the first one; devices are not, and shapes of one size are not
+told apart.
 """
 
 from __future__ import annotations
@@ -9,25 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Launch = Callable[[Any, int], None]  # the binary's structure, the stream
-
-
-class _Kinds:
-    """How many elements, of which type, and dense: what must stay as it was."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self._kinds: list[tuple[int, torch.dtype]] = [(tensor.numel(), tensor.dtype) for tensor in tensors]
-        self.dense = all(tensor.is_contiguous() for tensor in tensors)
-
-    def fit(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether these are of those kinds; devices are not looked at, and shapes of one size are not told apart."""
-        for tensor, (count, dtype) in zip(tensors, self._kinds, strict=True):
-            if tensor.numel() != count or tensor.dtype is not dtype or not tensor.is_contiguous():
-                return False
-        return self.dense
 
 
 class RepeatedRun:
@@ -36,8 +22,8 @@ class RepeatedRun:
     Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run.
     """
 
-    def __init__(self, launch: Launch, filled: Any, given: tuple[Tensor, ...], constant: tuple[Tensor, ...]) -> None:
-        self._launch, self._filled, self._constant, self._kinds = launch, filled, constant, _Kinds(given)
+    def __init__(self, launch: Launch, filled: Any, constant: object) -> None:
+        self._launch, self._filled, self._constant = launch, filled, constant
 
     def __call__(
         self,
@@ -50,18 +36,22 @@ class RepeatedRun:
         stream: int,
     ) -> bool:
         """One cycle, as `DraftEngine.run`; False, with nothing done, where these are not of the first batch's shape."""
-        if not self._kinds.fit((aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc)):
+        filled = self._filled
+        if not filled.move(aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc):
             return False
-        self._filled.point(
-            aux_hidden_states.data_ptr(),
-            input_ids.data_ptr(),
-            num_valid.data_ptr(),
-            req_pool_indices.data_ptr(),
-            seq_lens.data_ptr(),
-            out_cache_loc.data_ptr(),
-        )
-        self._launch(self._filled, stream)
+        self._launch(filled, stream)
         return True
+
+
+class RepeatedLanes:
+    """A cycle's requests for a bridge between GPUs, of one count. Made by `Bridge.repeated_lanes`."""
+
+    def __init__(self, filled: Any) -> None:
+        self._filled = filled
+
+    def at(self, slots: Tensor, lens: Tensor, num_valid: Tensor) -> Any:
+        """The binary's structure over these; None where they are not of the first ones' shape."""
+        return self._filled if self._filled.move(slots, lens, num_valid) else None
 
 
 class RepeatedTree:
@@ -70,13 +60,12 @@ class RepeatedTree:
     Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run.
     """
 
-    def __init__(self, launch: Launch, filled: Any, given: tuple[Tensor, ...], constant: object) -> None:
-        self._launch, self._filled, self._constant, self._kinds = launch, filled, constant, _Kinds(given)
+    def __init__(self, launch: Launch, filled: Any, constant: object) -> None:
+        self._launch, self._filled, self._constant = launch, filled, constant
 
     def __call__(self, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> bool:
         """As `DraftEngine.tree`; False, with nothing done, where these are not of the first call's shape."""
-        if not self._kinds.fit((req_pool_indices, seq_lens, bonus_tokens)):
+        if not self._filled.move(req_pool_indices, seq_lens, bonus_tokens):
             return False
-        self._filled.point(req_pool_indices.data_ptr(), seq_lens.data_ptr(), bonus_tokens.data_ptr())
         self._launch(self._filled, stream)
         return True

@@ -12,11 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_engine_host import Host, made_host
-from fake_engine_parts import Setting, TreeMaskMode
+from fake_engine_parts import Group, Setting, TreeMaskMode
 from rank_processes import Ranks
+from support import emulated
 
+import eaglex.bridge
+import eaglex.engine
+from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.engine import DraftResults
 from eaglex.errors import BridgeError
+from eaglex.hosts.sglang import options
 from eaglex.hosts.sglang.hooks import UPDATES
+from eaglex.hosts.sglang.ranks import Link
+from eaglex.hosts.sglang.ranks import Ranks as TargetRanks
 
 SETTINGS = {
     "chain": Setting(),
@@ -65,6 +73,43 @@ def test_every_rank_verifies_the_reference_draft(name: str, tmp_path: Path) -> N
 
     first, second = on_ranks(2, tmp_path, body)
     assert first == second
+
+
+@pytest.mark.parametrize("transport", ["p2p", "mailbox"])
+def test_lanes_of_a_bridge_between_gpus_are_used_again(transport: str, tmp_path: Path) -> None:
+    """With the emulated device: requests of one count by addresses alone, more than a message holds in several."""
+    module = emulated.require()
+    speculation = SpeculationConfig(num_steps=2, topk=1, num_draft_tokens=3)
+    limits = EngineLimits(max_batch=4, max_rows=64, num_slots=12)
+
+    def body(rank: int, size: int) -> None:
+        with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(eaglex.bridge, "_extension", eaglex.engine._extension)
+            chosen = options.Options(transport=transport)
+            results = DraftResults.allocate(speculation, limits)
+            ranks = TargetRanks(Group(rank, size), chosen, rank=rank, size=size)
+            bridge = ranks.bridge(speculation, limits, results, vocab_size=1000)
+            assert bridge is not None
+            link = Link(bridge, max_lanes=limits.max_batch)
+            choose = torch.Generator().manual_seed(1)
+            for cycle in range(24):
+                count = 3 if cycle % 4 else 7  # 7: two messages
+                slots = torch.randperm(11, generator=choose)[:count] + 1
+                lens, valid = torch.arange(count) + cycle, torch.full((count,), 2, dtype=torch.int32)
+                wanted = torch.randint(0, 1000, (count, 2), generator=choose)
+                if rank == 0:
+                    results.draft_tokens[slots], results.parents[slots] = wanted, torch.tensor([0, 1]).int()
+                    results.num_nodes[slots], results.drafted_for[slots] = 2, lens + valid
+                    link.tell(slots, lens, valid, draft=True, stream=0)
+                else:
+                    link.hear(slots, lens, valid, stream=0)
+                    bridge.check()
+                    assert torch.equal(results.draft_tokens[slots], wanted), cycle
+                    assert torch.equal(results.drafted_for[slots], lens + valid)
+            assert list(link._known) == [3]
+            dist.barrier()
+
+    on_ranks(2, tmp_path, body)
 
 
 def test_the_embedding_is_gathered_at_start_and_after_an_update(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fake_engine_host import Host, made_host
 from fake_engine_parts import Setting, TreeMaskMode
 
 from eaglex.engine import DraftEngine
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import steps
+from eaglex.packed import DraftQuant, Precision
+from eaglex.quantize import quantize
 
 SETTINGS = {
     "chain": Setting(),
@@ -39,6 +42,15 @@ def test_every_verification_is_given_the_reference_draft(name: str) -> None:
         played(host)
         assert host.started > host.setting.slots, "slots were not used again"
         assert host.drafted > host.verified / 2, "most requests were verified without a draft"
+
+
+@pytest.mark.parametrize("precision", [Precision.FP8, Precision.INT4])
+def test_a_draft_of_fewer_bits_is_the_reference_of_these_bits(precision: Precision) -> None:
+    with made_host(Setting(options={"draft_quant": precision.value}), seed=7) as host:
+        host.weights = quantize(host.weights, DraftQuant.parse(precision.value))
+        assert not isinstance(host.weights.layers[0].gate_proj, torch.Tensor)
+        played(host, 12)
+        assert host.drafted > host.verified / 2
 
 
 PAUSING = {

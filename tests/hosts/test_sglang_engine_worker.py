@@ -171,6 +171,9 @@ def test_inputs_are_kept_until_the_draft_has_run(host: Host, monkeypatch: pytest
     monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
     host.decode([])
     assert len(host.worker._stream.running) == 1
+    for _ in range(5):
+        host.decode([])
+    assert len(host.worker._stream.running) <= host.worker._stream.KEPT
 
 
 def test_a_target_that_does_not_capture_the_layers_is_named(host: Host) -> None:

@@ -14,8 +14,7 @@ from fake_engine_parts import TINY, Setting
 from eaglex.config import SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts import auto_quant
-from eaglex.hosts.sglang.options import Options
-from eaglex.hosts.sglang.shrink import Shrink
+from eaglex.hosts.sglang.shrink import Shrink, Wanted
 from eaglex.hot_vocab import HotVocab, Ranking, cut
 from eaglex.packed import DraftQuant, PackedWeight
 from eaglex.quantize import quantize
@@ -42,7 +41,7 @@ def played(host: Host, quant: str, hot: Path | None = None) -> None:
 def test_few_bits(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "eaglex")
     with made_host(Setting(options={"draft_quant": "int4"})) as host:
-        assert "EAGLEX: draft_quant: head=fp8,mlp=int4,qkv=int4,o=fp8" in caplog.messages
+        assert "EAGLEX: the draft's matrices: head=fp8,mlp=int4,qkv=int4,o=fp8." in caplog.messages
         held = [kept for kept in host.worker._draft_worker.engine._bound if isinstance(kept, PackedWeight)]
         assert len(held) == 8
         played(host, "int4")
@@ -83,11 +82,11 @@ def test_a_head_that_is_made_smaller_is_not_the_targets(ranking: Path) -> None:
     chain = SpeculationConfig(num_steps=3)
 
     def own(**options: Any) -> bool:
-        return Shrink(Options(**options), str(TINY / "draft"), speculation=chain).own_head
+        return Shrink(Wanted(**options), str(TINY / "draft"), speculation=chain).own_head
 
     assert not own()
-    assert not own(draft_quant=DraftQuant.parse("mlp=int4"))
-    assert own(draft_quant=DraftQuant.parse("fp8"))
+    assert not own(quant=DraftQuant.parse("mlp=int4"))
+    assert own(quant=DraftQuant.parse("fp8"))
     assert own(hot_vocab=HotVocab(size=5, file=str(ranking)))
 
 

@@ -19,10 +19,10 @@ from eaglex import checkpoint
 from eaglex.engine import DraftBatch, DraftEngine, current_stream
 from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
-from eaglex.hosts.sglang import draft_memory
+from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.ranks import Link
-from eaglex.hosts.sglang.shrink import Shrink
+from eaglex.hosts.sglang.shrink import Shrink, Wanted
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
 from eaglex.repeated import RepeatedRun
@@ -40,8 +40,10 @@ class EngineDraft(DraftSide):
         self._link: Link | None = None
         self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
         self._failures = 0
-        path = self.server_args.speculative_draft_model_path
-        self._shrink = Shrink(self.options, path, speculation=self.speculation)
+        wanted = Wanted(
+            quant=engine_arguments.quant_of(self.server_args, self.options), hot_vocab=self.options.hot_vocab
+        )
+        self._shrink = Shrink(wanted, self.server_args.speculative_draft_model_path, speculation=self.speculation)
         started = time.perf_counter()
         self.memory = draft_memory.Ledger(self.device)
         with self.memory.taking("weights"):

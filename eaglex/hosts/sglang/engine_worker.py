@@ -1,4 +1,4 @@
-"""The worker with eaglex's own engine: EAGLEX_OPTIONS='{"drafter": "engine"}'.
+"""The worker with eaglex's own engine, which is what EAGLEX means unless the option `drafter` says otherwise.
 
 One forward: join the last draft; turn the drafts of the batch's slots into the verifier's input and verify (or
 prefill); publish the lengths; fork the next draft. When it is enqueued is what `worker.py` has settled: with overlapped
@@ -105,7 +105,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             result, draft, inputs = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = self._events.recorded()
+        ready = self._events.recorded(self._stream.current.stream())
         self._fence.publish(ready)
         self._stream.fork(Work(run=draft, ready=ready, inputs=inputs))
         if on_publish is None:  # the host waits for the lengths before it goes on

@@ -1,6 +1,6 @@
 """eaglex's own options in a server: one JSON object in the variable `EAGLEX_OPTIONS`, read by every process.
 
-    EAGLEX_OPTIONS='{"drafter": "engine"}' python -m sglang.launch_server --speculative-algorithm EAGLEX ...
+    EAGLEX_OPTIONS='{"pausing": true}' python -m sglang.launch_server --speculative-algorithm EAGLEX ...
 
 SGLang's own `--speculative-*` flags keep their meaning and are not repeated here.
 """
@@ -46,25 +46,27 @@ class Options:
     draft, where its config is wrong or silent (docs/checkpoints.md). stop_below: as in SpeculationConfig. max_rows:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
     chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
+    draft_quant: fewer bits for the draft's matrices, in the words of `eaglex generate --draft-quant`
+    (docs/precision.md); without it the host's flag speculative_draft_model_quantization decides. hot_vocab: a smaller
+    head, in those of its --hot-vocab.
     With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
-    the transport that takes the place of the probe's choice (docs/bridge.md). draft_quant, hot_vocab: the draft in
-    fewer bits and with a smaller head (docs/precision.md), as of `eaglex generate`.
+    the transport that takes the place of the probe's choice (docs/bridge.md).
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
 
-    drafter: Drafter = Drafter.HOST
+    drafter: Drafter = Drafter.ENGINE
     placement: Placement = Placement.RANK0
     aux_layer_ids: tuple[int, ...] | None = None
     convention: AuxConvention | None = None
     stop_below: float = 0.0
     max_rows: int = 0
     pausing: bool = False
+    draft_quant: DraftQuant | Auto | None = None
+    hot_vocab: HotVocab | None = None
     join_deadline: float = 600.0
     deadline: float = 60.0
     transport: str | None = None
-    draft_quant: DraftQuant | Auto | None = None
-    hot_vocab: HotVocab | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
@@ -151,11 +153,11 @@ def _transport(name: str, value: object) -> str:
 def _parsed(parse: Callable[[str], Any]) -> Any:
     def reader(name: str, value: object) -> Any:
         if not isinstance(value, str):
-            _fail(name, "a text", value)
+            _fail(name, f"a text as of --{name.replace('_', '-')}", value)
         try:
             return parse(value)
         except ConfigError as error:
-            raise ConfigError(f"{VARIABLE}: {error}") from None
+            raise ConfigError(f"{VARIABLE}: {error}") from error
 
     return reader
 
@@ -168,9 +170,9 @@ _READERS: dict[str, Any] = {
     "stop_below": _number,
     "max_rows": _integer,
     "pausing": _flag,
+    "draft_quant": _parsed(lambda text: Auto.AUTO if text == Auto.AUTO.value else DraftQuant.parse(text)),
+    "hot_vocab": _parsed(HotVocab.parse),
     "join_deadline": _number,
     "deadline": _number,
     "transport": _transport,
-    "draft_quant": _parsed(lambda text: Auto.AUTO if text == Auto.AUTO.value else DraftQuant.parse(text)),
-    "hot_vocab": _parsed(HotVocab.parse),
 }

@@ -16,6 +16,7 @@ from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang.options import Options
+from eaglex.repeated import RepeatedLanes
 
 DRAFTS: Final = 0  # the rank that drafts
 SHARED: Final = ("embed_tokens", "lm_head")
@@ -94,17 +95,36 @@ class Link:
 
     def __init__(self, bridge: Bridge, *, max_lanes: int) -> None:
         self.bridge, self._max_lanes = bridge, max_lanes
-        self._on_device = bridge.device.type == "cuda"
+        self._on_device = bridge.transport != "shm"
+        self._known: dict[int, RepeatedLanes] = {}  # by requests
 
     def tell(self, slots: Tensor, lens: Tensor, num_valid: Tensor | None, *, draft: bool, stream: int) -> None:
-        """Send these slots' drafts, made for lens + num_valid, or that there are none."""
+        """Send these slots' drafts, made for lens + num_valid, or that there are none. The caller keeps them alive."""
+        lanes = self._repeated(slots, lens, num_valid)
+        if lanes is not None:
+            return self.bridge.push_lanes(lanes, draft=draft, stream=stream)
         for some_slots, some_lens, some_valid in self._lanes(slots, lens, num_valid):
             self.bridge.push(some_slots, some_lens, num_valid=some_valid, draft=draft, stream=stream)
 
     def hear(self, slots: Tensor, lens: Tensor, num_valid: Tensor | None, *, stream: int) -> None:
         """Take in what `tell` sent with the same arguments."""
+        lanes = self._repeated(slots, lens, num_valid)
+        if lanes is not None:
+            return self.bridge.receive_lanes(lanes, stream=stream)
         for some_slots, some_lens, some_valid in self._lanes(slots, lens, num_valid):
             self.bridge.receive(some_slots, some_lens, num_valid=some_valid, stream=stream)
+
+    def _repeated(self, slots: Tensor, lens: Tensor, num_valid: Tensor | None) -> Any:
+        """The lanes of a verification that is like one before, with a bridge between GPUs; else None."""
+        if num_valid is None or not self._on_device:
+            return None
+        count = num_valid.shape[0]
+        found = self._known.get(count)
+        if found is None:
+            if count > self._max_lanes:
+                return None
+            found = self._known[count] = self.bridge.repeated_lanes(slots, lens, num_valid)
+        return found.at(slots, lens, num_valid)
 
     def _lanes(
         self, slots: Tensor, lens: Tensor, num_valid: Tensor | None

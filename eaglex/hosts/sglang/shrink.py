@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,18 @@ if TYPE_CHECKING:
     import torch
 
     from eaglex.config import DraftConfig, SpeculationConfig
-    from eaglex.hosts.sglang.options import Options
+    from eaglex.hot_vocab import HotVocab
     from eaglex.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is asked for; None leaves the draft as its files have it."""
+
+    quant: DraftQuant | Auto | None = None
+    hot_vocab: HotVocab | None = None
 
 
 class Shrink:
@@ -28,11 +37,11 @@ class Shrink:
     chooses then stays, also when the host loads weights anew.
     """
 
-    def __init__(self, options: Options, draft: str, *, speculation: SpeculationConfig) -> None:
+    def __init__(self, wanted: Wanted, draft: str, *, speculation: SpeculationConfig) -> None:
         self.speculation = speculation
-        self._hot = options.hot_vocab
+        self._hot = wanted.hot_vocab
         self._ranking = None if self._hot is None else self._hot.ranking(draft)
-        self._quant: DraftQuant | Auto = DraftQuant() if options.draft_quant is None else options.draft_quant
+        self._quant: DraftQuant | Auto = wanted.quant or DraftQuant()
 
     @property
     def own_head(self) -> bool:
@@ -55,5 +64,5 @@ class Shrink:
             for line in choice.lines:
                 logger.info("EAGLEX: %s", line)
         elif self._quant != DraftQuant():
-            logger.info("EAGLEX: draft_quant: %s", self._quant)
+            logger.info("EAGLEX: the draft's matrices: %s.", self._quant)
         return config, quantize(weights, self._quant)

@@ -75,7 +75,7 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
             result, draft = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = self._events.recorded()
+        ready = self._events.recorded(self._stream.current.stream())
         self._fence.publish(ready)
         inputs = [result.logits_output.hidden_states, result.next_token_ids, result.accept_lens, result.new_seq_lens]
         inputs += [batch.input_ids, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens]
