@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "cuda/guards.h"
 #include "cuda/stream/check.h"
 #include "cuda/stream/steps.h"
 
@@ -71,7 +72,6 @@ class StreamChain final : public FastChain {
         pool_k_(setup.pool_k.begin(), setup.pool_k.end()),
         pool_v_(setup.pool_v.begin(), setup.pool_v.end()),
         attends_(stream::attends(stream::current_device(), context_.config.head_dim)) {
-    stream::check(cudaGetDevice(&device_), "device");
     const stream::DeviceLimits device = stream::current_device();
     const stream::StreamNeeds needs = needs_of(setup);
     for (const Linear& linear : setup.weights) {
@@ -100,19 +100,18 @@ class StreamChain final : public FastChain {
     return context_.config.num_layers > 1 || !frontier_fits || !only_skinny_.contains(matrix);
   }
 
-  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: with the device at rest both
-  // are put right by two words of its memory.
-  void check() const override {
+  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so far (they
+  // follow one another, on whatever streams) both are put right in the device's memory.
+  void check(cudaStream_t to) const override {
     if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
+    cudaStreamCaptureStatus capture{};
+    stream::check(cudaStreamIsCapturing(to, &capture), "cudaStreamIsCapturing");
+    if (capture != cudaStreamCaptureStatusNone) return;
+    const cuda::RelaxedCapture relaxed;
     const std::size_t counters = static_cast<std::size_t>(stream::num_counters(plan_.needs)) * sizeof(std::uint32_t);
-    const std::int32_t yes = 1;
-    int before = 0;
-    stream::check(cudaGetDevice(&before), "device");
-    stream::check(cudaSetDevice(device_), "device");
-    stream::check(cudaDeviceSynchronize(), "waiting for launches that are void");
-    stream::check(cudaMemset(plan_.counters, 0, counters), "clearing counters");
-    stream::check(cudaMemcpy(plan_.never_wait, &yes, sizeof yes, cudaMemcpyHostToDevice), "switching reductions");
-    stream::check(cudaSetDevice(before), "device");
+    stream::check(cudaMemsetAsync(plan_.counters, 0, counters, to), "clearing counters");
+    stream::check(cudaMemsetAsync(plan_.never_wait, 1, sizeof(*plan_.never_wait), to), "switching reductions");
+    stream::check(cudaStreamSynchronize(to), "waiting for launches that are void");
     *static_cast<volatile std::uint32_t*>(plan_.failed) = 0;
     fail(
         ErrorCode::kDevice, "streaming kernels: expected all blocks of a launch to run at once, got one that waited ",
@@ -233,7 +232,6 @@ class StreamChain final : public FastChain {
 
   EngineContext context_;
   const DraftBatch* batch_;
-  int device_ = 0;
   std::vector<void*> pool_k_, pool_v_;
   bool attends_;
   std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
