@@ -1,0 +1,103 @@
+// A block that never comes. Blocks that share a tile wait for one another, so each product of a cycle is launched in turn
+// with one block too few: the wait must end, the draft be void, the next call say so, and the calls after it be right.
+//
+//   build/bench/bench_lost_block      (a wait takes 2 s; ends with 1 where something else happens)
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "launches.h"
+#include "subject.cuh"
+
+namespace eaglex::bench {
+namespace {
+
+std::vector<std::byte> bytes_of(const Subject& subject) {
+  std::vector<std::byte> all;
+  for (const TensorView& view : subject.written()) {
+    const std::size_t bytes = static_cast<std::size_t>(view.numel()) * size_of(view.dtype);
+    all.resize(all.size() + bytes);
+    stream::check(cudaMemcpy(all.data() + all.size() - bytes, view.data, bytes, cudaMemcpyDeviceToHost), "results");
+  }
+  return all;
+}
+
+void cycle(Subject& subject, cudaStream_t stream) {
+  subject.enqueue(stream);
+  stream::check(cudaStreamSynchronize(stream), "cycle");
+}
+
+// The names of a cycle's products, by their number among its launches.
+std::vector<std::string> names_of(Subject& subject, cudaStream_t stream) {
+  launches().watch(kNoLaunch, nullptr);
+  cycle(subject, stream);
+  std::vector<std::string> names(launches().count);
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    launches().watch(i, [](cudaLaunchConfig_t&) {});
+    cycle(subject, stream);
+    names[i] = launches().name;
+  }
+  return names;
+}
+
+// Whatever is not finite becomes "no draft", but in the pool, which other requests share, zero: so of all products that
+// of K and V alone leaves a draft, a poor one.
+enum class Outcome { kNoDraft, kAny };
+
+int check(const Shape& shape, const Case& c, std::size_t launch, Outcome outcome,
+          const std::vector<std::byte>& expected, cudaStream_t stream) {
+  Subject subject(shape, c, 0);
+  launches().watch(launch, [](cudaLaunchConfig_t& config) { config.gridDim.x -= 1; });
+  cycle(subject, stream);
+  const std::int64_t drafts = subject.drafted();
+  bool said = false;
+  try {
+    cycle(subject, stream);
+  } catch (const Error& error) {
+    said = error.code() == ErrorCode::kDevice && std::string(error.what()).find("waited") != std::string::npos;
+  }
+  bool right = true;
+  for (int i = 0; i < 2; ++i) {
+    cycle(subject, stream);
+    right = right && bytes_of(subject) == expected && subject.drafted() == drafts + (i + 1) * c.batch;
+  }
+  const bool good = (drafts == 0 || outcome == Outcome::kAny) && said && right;
+  std::printf("  launch %2zu: %s, %s, %s\n", launch, drafts == 0 ? "no draft" : "a draft",
+              said ? "then an error" : "NO ERROR", right ? "then right" : "then WRONG");
+  std::fflush(stdout);
+  return good ? 0 : 1;
+}
+
+int run() {
+  cudaStream_t stream = nullptr;
+  stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  const Shape shape{"H512/I1024/V3000", 512, 1024, 8, 2, 64, 3000, 2000};
+  const Case c{3, 2, 1, 3, 100};
+  setenv("EAGLEX_STREAM_REDUCTION", "last", 1);
+  Subject patient(shape, c, 0);  // no block of it ever waits
+  unsetenv("EAGLEX_STREAM_REDUCTION");
+  const std::vector<std::string> names = names_of(patient, stream);
+  const std::vector<std::byte> expected = bytes_of(patient);
+  int wrong = 0, products = 0;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (names[i].find("stream_gemm") == std::string::npos) continue;
+    const bool is_kv = products++ == 1;  // fuse, then K and V of the extend
+    wrong += check(shape, c, i, is_kv ? Outcome::kAny : Outcome::kNoDraft, expected, stream);
+  }
+  std::printf("lost block: %d products, %d wrong\n", products, wrong);
+  return wrong == 0 && products > 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace eaglex::bench
+
+int main() {
+  try {
+    return eaglex::bench::run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "lost_block: %s\n", error.what());
+    return 2;
+  }
+}
