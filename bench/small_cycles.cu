@@ -24,18 +24,25 @@ std::vector<std::byte> results(const Subject& subject) {
   return all;
 }
 
-int check(const Shape& shape, const Case& c, bool streams, cudaStream_t stream) {
+// Graphs hold the same kernels but for the one that fetches the parameters, so one of them is enough.
+enum class By { kLaunches, kLaunchesAndGraph };
+
+int check(const Shape& shape, const Case& c, bool streams, By by, cudaStream_t stream) {
   Subject subject(shape, c, 0);
   int wrong = (std::string(subject.backend()) == "cuda") == streams ? 0 : 1;
   subject.enqueue(stream);
   subject.tree(stream);
   stream::check(cudaStreamSynchronize(stream), "raw");
-  const std::vector<std::byte> raw = results(subject);
-  subject.run(stream);
-  subject.tree(stream);
-  stream::check(cudaStreamSynchronize(stream), "graph");
-  wrong += results(subject) == raw ? 0 : 1;  // a cycle writes the same again
-  wrong += subject.drafted() == 2 * c.batch ? 0 : 1;
+  std::int64_t cycles = 1;
+  if (by == By::kLaunchesAndGraph) {
+    const std::vector<std::byte> raw = results(subject);
+    subject.run(stream);
+    subject.tree(stream);
+    stream::check(cudaStreamSynchronize(stream), "graph");
+    wrong += results(subject) == raw ? 0 : 1;  // a cycle writes the same again
+    ++cycles;
+  }
+  wrong += subject.drafted() == cycles * c.batch ? 0 : 1;
   std::printf("  %-18s %s, batch %2d, topk %d, %3d rows, head_dim %3d: %s\n", shape.name.c_str(), subject.backend(),
               c.batch, c.topk, c.batch * c.num_draft_tokens, shape.head_dim, wrong == 0 ? "right" : "WRONG");
   std::fflush(stdout);
@@ -54,11 +61,11 @@ int run(const std::string& what) {
     Case c;
   };
   // Rows of a step: 1 to 8, 16, 32 and 64, as the kernels are made for, and 80, which are the plain chain's; of an
-  // extend: to 64, in 4 parts, and more than are taken in parts.
+  // extend: to 64, in 2 parts, and more than are taken in parts.
   const Run runs[] = {
-      {&narrow, {1, 2, 1, 3, 70}},  {&wide, {12, 2, 1, 3, 40}},    {&odd, {24, 2, 1, 3, 40}},
-      {&narrow, {40, 4, 1, 5, 40}}, {&narrow, {10, 2, 8, 40, 40}}, {&widest, {2, 2, 4, 8, 70}},
-      {&odd, {4, 2, 4, 8, 70}},     {&wide, {12, 2, 4, 5, 40}},    {&narrow, {2, 3, 8, 20, 70}},
+      {&narrow, {1, 2, 1, 3, 40}},  {&wide, {12, 2, 1, 3, 20}},    {&odd, {24, 2, 1, 3, 20}},
+      {&narrow, {40, 2, 1, 3, 20}}, {&narrow, {10, 2, 8, 40, 20}}, {&widest, {2, 2, 4, 8, 40}},
+      {&odd, {4, 2, 8, 12, 40}},
   };
   int wrong = 0;
   for (const std::string precision : {"bf16", "fp8", "int4", "plain"}) {
@@ -68,7 +75,7 @@ int run(const std::string& what) {
     for (const Run& each : runs) {
       Case c = each.c;
       c.weights = precision == "fp8" ? DType::kF8 : precision == "int4" ? DType::kI4 : DType::kBF16;
-      wrong += check(*each.shape, c, streams, stream);
+      wrong += check(*each.shape, c, streams, &each == runs ? By::kLaunchesAndGraph : By::kLaunches, stream);
     }
   }
   std::printf("small cycles %s: %d wrong\n", what.c_str(), wrong);

@@ -59,6 +59,25 @@ def test_error_is_at_most_twice_pytorchs(name, speculation) -> None:
     rig.compare_pool()
 
 
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_last_to_arrive_may_sum_up(speculation, monkeypatch) -> None:
+    """As under MPS, where no block may wait for another: drafts are as good, and K and V the same in each run."""
+    monkeypatch.setenv("EAGLEX_STREAM_REDUCTION", "last")
+    rig = make_rig("half rotary, odd sizes", speculation)
+    for request in range(16):
+        rig.join(request, 1 + request)
+    for rows in (6, 2, 5):
+        assert rig.compare(rig.cycle([Ask(r, rows, rows if rows == 6 else 1 + r % rows) for r in range(16)])) == 16
+    rig.judge.check()
+    rig.compare_pool()
+    batch = rig.batch([Ask(r, 5, 3) for r in range(16)])
+    runs = []
+    for _ in range(20):
+        rig.engine.run(batch)
+        runs.append([t.clone().nan_to_num() for t in (*rig._pool[0], *rig._pool[1], rig.engine.results.num_nodes)])
+    assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
+
+
 def state(rig: StreamedRig) -> list[torch.Tensor]:
     r = rig.engine.results
     return [t.clone() for t in (r.draft_tokens, r.parents, r.scores, r.num_nodes, r.drafted_for, r.counters)]
