@@ -11,6 +11,7 @@ Calls::~Calls() {
 }
 
 std::uint64_t Calls::mark(cudaStream_t stream) {
+  const RelaxedCapture relaxed;
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) return Backend::kNever;

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python -m support.cuda_soak bf16 --seconds 90 --seed 7
 
 `plain` holds the plain chain in float32 to the CPU engine's ids; `bf16`, `fp8` and `int4` hold the fast chain to the
-plain one, and what differs, and a tenth of the rest, to float64 (support/judge.py). Each run draws eight drafts and
+plain one, and what differs, and a tenth of the rest, to float64 (support/judge.py). Each run draws some drafts and
 speculations from its seed and gives them cycles in turn. Ends with an error where a draft is wrong.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--drafts", type=int, default=8, help="how many of them")
+    parser.add_argument("--drafts", type=int, default=4, help="how many of them")
     options = parser.parse_args()
     print(f"soak of {options.kind}, seed {options.seed}", flush=True)
     end, roll = time.monotonic() + options.seconds, random.Random(options.seed)
