@@ -168,8 +168,8 @@ class Bridge:
 
     In host memory they travel over `shm`; in device memory over the best of the GPU transports that a probe finds to
     work, or over `transport`. Then calls return when their work is on the stream, which may be one that is being
-    captured, and a failure shows in a later call or in `check`. What a call was given is kept alive until it has run, or,
-    where a stream was being captured, as long as the bridge.
+    captured, and a failure shows in a later call or in `check`. What a call was given is kept alive until it has run,
+    or, where a stream was being captured, as long as the bridge.
 
     Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter. Raises BridgeError where
     they do not fit each other.
@@ -252,9 +252,9 @@ class Bridge:
     def push_from(self, engine: DraftEngine) -> None:
         """Rank 0: from now on every cycle of this engine ends with the push of its batch, in the cycle's own graph.
 
-        Its results are this bridge's, and it has not run or warmed up yet: ConfigError. Calls of `engine` then raise what
-        `push` raises; a cycle that raises anything else has pushed nothing, so that `push` must still say "no draft".
-        The engine keeps the bridge alive.
+        Its results are this bridge's, and it has not run or warmed up yet: ConfigError. Calls of `engine` then raise
+        what `push` raises; a cycle that raises anything else has pushed nothing, so that `push` must still say "no
+        draft". The engine keeps the bridge alive.
         """
         if engine.results is not self.results:
             raise ConfigError("push_from: expected an engine whose results this bridge sends, got another one's")
