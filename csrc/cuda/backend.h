@@ -41,6 +41,7 @@ class CudaBackend : public Backend {
   void warm_up(const std::function<void(int, int)>& body) override;
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override;
 
+  [[nodiscard]] CycleEnd cycle_end() const override { return {block_.batch, lanes(), stream_}; }
   std::uint64_t mark(Stream stream) override;
   [[nodiscard]] std::uint64_t reached() override;
 
