@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from support import emulated
 from support.cuda_rig import CudaRig
 from support.cuda_soak import LAYOUT
-from support.models import make_config, random_weights
+from support.models import EVERY_INT4, make_config, random_weights
 from support.rig import Ask, Layout, Rig
 from support.soak import Soak
 from test_cuda_engine import *  # noqa: F403
@@ -78,7 +78,7 @@ def test_it_is_the_cuda_backend() -> None:
     assert make_rig().engine.backend_name == "emulated cuda"
 
 
-@pytest.mark.parametrize(("quant", "layers"), [("fp8", 1), ("int4", 2), ("head=int4,mlp=fp8", 1)])
+@pytest.mark.parametrize(("quant", "layers"), [("fp8", 1), (EVERY_INT4, 2), ("head=int4,mlp=fp8", 1)])
 def test_packed_weights_are_those_of_the_reference(quant, layers) -> None:
     """The plain chain reads them unpacked; here in float32, so that ids and trees are the reference's."""
     config = make_config(num_layers=layers, **test_low_bit_engine.WIDE)
