@@ -23,8 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import emulated
 from support.cuda_rig import CudaRig
+from support.cuda_soak import LAYOUT
 from support.models import EVERY_INT4, make_config, random_weights
 from support.rig import Ask, Layout, Rig
+from support.soak import Soak
 from test_cuda_engine import *  # noqa: F403
 from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
 from test_cuda_tree import *  # noqa: F403
@@ -170,7 +172,7 @@ def test_soak(name) -> None:
     config, speculation = make_config(max_positions=160), SpeculationConfig(**test_cuda_soak.SCHEDULES[name])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eaglex.engine._extension", built)
-        oracle = Rig(config, speculation, layout=Layout(**test_cuda_soak.LAYOUT))
+        oracle = Rig(config, speculation, layout=Layout(**LAYOUT))
     assert oracle.engine.backend_name == "cpu"
-    tally = test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60).tally
-    assert tally.unclear <= max(3, tally.drafts // 200)
+    soak = Soak(oracle, EmulatedRig(config, speculation, share=oracle), 0)
+    test_cuda_soak.run(soak, seconds=0, least=60, exact=True)

@@ -252,7 +252,7 @@ class Group:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank_in_group, self.world_size, self.ranks = rank, size, list(range(size))
-        self.device_group = None
+        self.cpu_group = None
 
     def broadcast_object(self, obj: Any, src: int) -> Any:
         if self.world_size == 1:

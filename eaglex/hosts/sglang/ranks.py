@@ -55,17 +55,18 @@ class Ranks:
         return found
 
     def _whole(self, part: Tensor, vocab_size: int) -> Tensor | None:
-        """Rows of all ranks, which the host splits evenly and in order; None on a rank that does not draft."""
+        """Rows of all ranks, which the host splits evenly and in order; None on a rank that does not draft.
+
+        Through host memory, a second or two for the largest: the group's NCCL communicator, which the host never uses,
+        would begin with this gather and keep a gigabyte of every GPU.
+        """
         if self.size == 1 or part.shape[0] >= vocab_size:
             return part if self.drafts else None
-        whole = None
-        if self.drafts:
-            whole = torch.empty((self.size * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
-        pieces = None if whole is None else list(whole.chunk(self.size))
-        torch.distributed.gather(
-            part.contiguous(), pieces, dst=self._group.ranks[DRAFTS], group=self._group.device_group
-        )
-        return whole
+        rows = part.cpu().contiguous().view(torch.uint8)  # gloo does not know every type
+        whole = rows.new_empty((self.size, *rows.shape)) if self.drafts else None
+        pieces = None if whole is None else list(whole)
+        torch.distributed.gather(rows, pieces, dst=self._group.ranks[DRAFTS], group=self._group.cpu_group)
+        return None if whole is None else whole.flatten(0, 1).view(part.dtype).to(part.device)
 
     def bridge(
         self, speculation: SpeculationConfig, limits: EngineLimits, results: DraftResults, *, vocab_size: int
