@@ -384,7 +384,7 @@ class Follower:
     ) -> RepeatedTree:
         """As `DraftEngine.repeated_tree`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        return repeated_tree_of(self._binary, self._follower.tree, out, ids)
+        return repeated_tree_of(self._bridge._binary, self._bridge._follower.tree, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:
