@@ -146,6 +146,7 @@ class Invitation:
     address: str
     identity: list[int]
     terms: dict[str, int]
+    relay: str = ""  # how the drafter's GPU reaches rank 0's; empty: rows and drafts go through host memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool waits = channel.acks != nullptr && thread() < channel.num_receivers;
   const std::uint64_t acked = waits ? channel.state->acked[thread()] : 0;
   const std::uint64_t drafts = channel.state->drafts;
-  const std::uint64_t epoch = channel.state->epoch + 1;
+  const std::uint64_t epoch = channel.epoch != 0 ? channel.epoch : channel.state->epoch + 1;
   const bool failed = channel.state->failed != 0;
   const LaneIds lanes = given.ids();
   tile.load(source, lanes, 0, min(lanes.count, tile_lanes), verdict, own);
