@@ -56,6 +56,9 @@ class CudaBackend : public Backend {
   void select(const SelectParams& params) override;
   void tree(const VerifyBatch& batch, Stream stream) override;
 
+ protected:
+  EngineContext context_;
+
  private:
   // Where the launches of a cycle go.
   enum class Purpose {
@@ -78,7 +81,6 @@ class CudaBackend : public Backend {
   int compute_major_ = 0;
   std::optional<DType> weight_type_;
   DType type_ = DType::kF32;
-  EngineContext context_;
   std::vector<void*> k_, v_;
   Chain chain_;
   DeviceBlock block_;
