@@ -91,7 +91,8 @@ def main() -> None:
     group = binary.BridgeGroup.create(terms_of(binary), identity)
     client = binary.RelayClient(
         group, config=binding._config(binary, CONFIG, 1.0), speculation=binding._speculation(binary, SPECULATION),
-        limits=binding._fill(binary.EngineLimits(), **binding._fields(LIMITS)), deadline=1.0, rejoin_after=0.0, device=0,
+        limits=binding._fill(binary.EngineLimits(), **binding._fields(LIMITS)), deadline=1.0, rejoin_after=0.0,
+        device=0,
     )  # fmt: skip
     here.send((group.address, identity, client.offer()))
     assert here.recv() == "ready"

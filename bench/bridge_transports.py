@@ -28,7 +28,8 @@ ROUNDS, REPLAYS, WARM = 400, 60, 5
 HOW = (
     f"bench/bridge_transports.py: microseconds per message in a graph of {ROUNDS}, on the slower side; median, 99th of "
     f"{REPLAYS} replays. torch_us is torch's NCCL broadcast of as many bytes, measured before eaglex has "
-    "a communicator (the lower of graphs of 100 and of as many), torch_in_turn_us in turn with the transports; one_way_us and push_us: bench_bridge"
+    "a communicator (the lower of graphs of 100 and of as many), torch_in_turn_us in turn with the transports; "
+    "one_way_us and push_us: bench_bridge"
 )
 SHAPES = ((1, 5), (8, 5), (8, 16), (64, 6))  # lanes, nodes: 72, 464, 1168 and 4112 bytes
 

@@ -27,7 +27,8 @@ struct Incoming {
       return (packet.flag0 == flag && packet.flag1 == flag) || *sent_lanes != num_lanes;
     });
     words[i] = packet.data0 | static_cast<std::uint64_t>(packet.data1) << 32;
-    if (i == 1 && packet.flag1 == flag) *sent_lanes = static_cast<std::int32_t>(packet.data1);
+    const auto sent = static_cast<std::int32_t>(packet.data1);
+    if (i == 1 && packet.flag1 == flag && sent != num_lanes) *sent_lanes = sent;
     if (!there) *sent_lanes = kLeave;  // whoever sees first that there will be no message tells the rest
     return there;
   }

@@ -156,7 +156,7 @@ class ReceivingSlots(SharedSlots):
 
 
 def results_device(link: Link, device: torch.device) -> torch.device:
-    """Where a bridge's results are for a target on `device`: in host memory for shm, or where a drafter's come there."""
+    """Where a bridge's results are for a target on `device`: in host memory for shm, or where a drafter's go there."""
     by_hosts = link.team.options.transport == "shm" or (link.aux_width > 0 and not link.relay)
     return torch.device("cpu") if by_hosts else device
 

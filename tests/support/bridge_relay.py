@@ -1,4 +1,4 @@
-"""Two ranks and a dedicated drafter, each a process: rows go from device to device, drafts back, then to the other rank.
+"""Two ranks and a dedicated drafter, each a process: rows go from device to device, drafts back, then to all ranks.
 
 Rank 0 has a second engine with the same weights beside it, which says what the drafter must have drafted.
 """
@@ -43,7 +43,8 @@ class DrafterSide:
         invitation = Invitation(**json.loads(store.get("invitation")))
         if plan.drafter_terms:
             engine = self.rig.engine
-            engine.limits = dataclasses.replace(engine.limits, max_rows=plan.drafter_terms.get("max_rows", LIMITS.max_rows))
+            rows = plan.drafter_terms.get("max_rows", LIMITS.max_rows)
+            engine.limits = dataclasses.replace(engine.limits, max_rows=rows)
             invitation = dataclasses.replace(invitation, terms=invitation.terms | plan.drafter_terms)
         self.server = join_as_drafter(invitation, self.rig.engine)
         assert isinstance(self.server, RelayServer)

@@ -27,9 +27,9 @@ CASES: dict[str, tuple[dict[str, object], str, str]] = {
 
 def check(name: str, folder: Path, *, device: str, emulated: Path | None = None, **changes: object) -> None:
     fields, fault, why = CASES[name]
-    plan = Plan(
-        device=device, transport="p2p", ranks=2, cycles=CYCLES, drafter_deadline=DEADLINE, **{**fields, **changes}
-    )  # type: ignore[arg-type]
+    plan = Plan(**{  # type: ignore[arg-type]
+        "device": device, "transport": "p2p", "ranks": 2, "cycles": CYCLES, "drafter_deadline": DEADLINE,
+        **fields, **changes})  # fmt: skip
     with World(3, plan, folder, emulated=emulated) as world:
         for rank in (0, 1):
             world.hear(rank, "open")
