@@ -13,10 +13,10 @@
 #include "bindings.h"
 #include "bridge/lanes.h"
 #include "bridge/nccl_library.h"
+#include "bridge/relay_ends.h"
 #include "bridge/transport.h"
 #include "cpu/factory.h"
 #ifdef EAGLEX_WITH_CUDA
-#include "bridge/relay.h"
 #include "cuda/factory.h"
 #endif
 #include "draft/engine.h"
@@ -289,12 +289,12 @@ void bind_drafter(py::module_& m) {
           py::arg("results"), py::kw_only(), py::arg("draft"), py::call_guard<py::gil_scoped_release>());
 }
 
-#ifdef EAGLEX_WITH_CUDA
+// As Client.
 struct Relay {
   DraftConfig config;
   SpeculationConfig speculation;
   EngineLimits limits;
-  RelayClient client;
+  std::unique_ptr<RelayClient> client;
 };
 
 void bind_relay(py::module_& m) {
@@ -303,27 +303,26 @@ void bind_relay(py::module_& m) {
                        const EngineLimits& limits, double deadline, double rejoin_after, int device) {
              return std::unique_ptr<Relay>(
                  new Relay{config, speculation, limits,
-                           RelayClient(group, {seconds(deadline), seconds(rejoin_after)}, device)});
+                           make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, device)});
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
            py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::keep_alive<1, 2>())
-      .def("offer", [](const Relay& self) { return self.client.offer(); })
+      .def("offer", [](const Relay& self) { return self.client->offer(); })
       .def(
           "draft",
           [](Relay& self, const BatchTensors& batch, const FollowerTensors& results, const Ids& slots,
              const Ids& seq_lens, const Ids& new_lens, std::uintptr_t stream) {
-            const DraftBatch block =
-                batch.check(self.config, self.speculation, self.limits, results.num_nodes.device);
+            const DraftBatch block = batch.check(self.config, self.speculation, self.limits, results.num_nodes.device);
             const KnownLanes lanes = {slots, seq_lens, new_lens};
-            return self.client.draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
+            return self.client->draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
           },
           py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("seq_lens"),
           py::arg("new_lens"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
-      .def("take_warning", [](Relay& self) { return self.client.link().take_warning(); })
-      .def("counters", [](Relay& self) { return counters_of(self.client.link()); });
+      .def("take_warning", [](Relay& self) { return self.client->link().take_warning(); })
+      .def("counters", [](Relay& self) { return counters_of(self.client->link()); });
   py::class_<RelayServer>(m, "RelayServer")
-      .def(py::init<Group&, int, const std::string&>(), py::arg("group"), py::kw_only(), py::arg("device"),
-           py::arg("offer"), py::keep_alive<1, 2>())
+      .def(py::init(&make_relay_server), py::arg("group"), py::kw_only(), py::arg("device"), py::arg("offer"),
+           py::keep_alive<1, 2>())
       .def(
           "next",
           [](RelayServer& self, double wait, const FollowerTensors& results,
@@ -331,7 +330,8 @@ void bind_relay(py::module_& m) {
             const std::optional<RowsView> rows = self.next(seconds(wait), stream_of(stream));
             return rows ? std::optional(batch_of(*rows, results.num_nodes.device)) : std::nullopt;
           },
-          py::arg("wait"), py::kw_only(), py::arg("results"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+          py::arg("wait"), py::kw_only(), py::arg("results"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "reply",
           [](RelayServer& self, const FollowerTensors& results, bool draft, std::uintptr_t stream) {
@@ -340,10 +340,9 @@ void bind_relay(py::module_& m) {
           py::arg("results"), py::kw_only(), py::arg("draft"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
       .def(
-          "done", [](RelayServer& self, bool draft) { self.done(verdict_of(draft)); }, py::kw_only(),
-          py::arg("draft"), py::call_guard<py::gil_scoped_release>());
+          "done", [](RelayServer& self, bool draft) { self.done(verdict_of(draft)); }, py::kw_only(), py::arg("draft"),
+          py::call_guard<py::gil_scoped_release>());
 }
-#endif
 
 }  // namespace
 
@@ -351,9 +350,7 @@ void bind_bridge(py::module_& m) {
   bind_terms(m);
   bind_ranks(m);
   bind_drafter(m);
-#ifdef EAGLEX_WITH_CUDA
   bind_relay(m);
-#endif
   m.def(
       "nccl_library",
       [](const std::string& name) {

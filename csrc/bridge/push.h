@@ -72,9 +72,10 @@ struct RelayOutcome {
 struct PushChannel {
   PushState* state = nullptr;
   MessageShape shape;
-  std::uint64_t epoch = 0;              // of this launch; 0: counted on the device
-  RelayOutcome* outcome = nullptr;      // a receiver that goes on without: a message that does not come, or fit, is told here
-  int num_receivers = 0;                // rank 0
+  std::uint64_t epoch = 0;  // of this launch; 0: counted on the device
+  RelayOutcome* outcome =
+      nullptr;            // a receiver that goes on without: a message that does not come, or fit, is told here
+  int num_receivers = 0;  // rank 0
   const std::uint64_t* acks = nullptr;  // rank 0: [receivers], an epoch up to which each has taken all
   const Packet* inbox = nullptr;        // elsewhere: this rank's own
   std::uint64_t* ack = nullptr;         // elsewhere: this rank's word for rank 0

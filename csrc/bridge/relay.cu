@@ -8,9 +8,9 @@ namespace eaglex::bridge {
 namespace {
 
 constexpr std::size_t kExported = std::size_t{2} << 20;  // an exported allocation gets a block of its own
-constexpr std::chrono::seconds kRowsDeadline{10};        // rank 0's stream may have the target's forward in front of them
-constexpr std::chrono::seconds kPatience{2};             // of a host, beyond its device's deadline
-constexpr std::uint32_t kHello = 2;                      // in place of ReplyHeader::failed
+constexpr std::chrono::seconds kRowsDeadline{10};  // rank 0's stream may have the target's forward in front of them
+constexpr std::chrono::seconds kPatience{2};       // of a host, beyond its device's deadline
+constexpr std::uint32_t kHello = 2;                // in place of ReplyHeader::failed
 
 struct Announcement {
   std::uint64_t epoch;
@@ -69,7 +69,7 @@ RowsBox rows_box(std::byte* memory, const Terms& terms) {
 
 // --------------------------------------------------------------------------------------------------------- rank 0
 
-RelayClient::RelayClient(Group& group, LinkTiming timing, int device)
+DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, int device)
     : group_(group), link_(group.terms(), timing), timing_(timing), device_(device) {
   const Terms& terms = group.terms();
   expect(terms.dedicated(), ErrorCode::kBridge, "placement", "dedicated", "rank0");
@@ -88,15 +88,15 @@ RelayClient::RelayClient(Group& group, LinkTiming timing, int device)
   channel_.inbox = static_cast<const Packet*>(inbox_.get());
   channel_.outcome = outcome_;
   channel_.overlaps = may_overlap(device);
-  channel_.deadline_ns = static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(timing.deadline).count());
+  channel_.deadline_ns =
+      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(timing.deadline).count());
   staging_ = device_memory(packets_of(terms.shape().max_bytes()) * 8);
   channel_.staging = static_cast<std::byte*>(staging_.get());
   status_ = pinned<PushStatus>();
   channel_.status = status_;
 }
 
-RelayClient::~RelayClient() {
+DeviceRelayClient::~DeviceRelayClient() {
   static_cast<volatile PushStatus*>(status_)->stop = 1;
   const OnDevice here(device_);
   box_.reset();
@@ -105,19 +105,19 @@ RelayClient::~RelayClient() {
   static_cast<void>(cudaFreeHost(status_));
 }
 
-std::string RelayClient::offer() const {
+std::string DeviceRelayClient::offer() const {
   const OnDevice here(device_);
   return exported(inbox_.get());
 }
 
-void RelayClient::look(Time now) {
+void DeviceRelayClient::look(Time now) {
   const std::uint64_t generation = group_.generation();
   if (generation > 0) link_.joined(generation, group_.drafter_difference(), now);
   if (group_.gone(group_.drafter())) link_.left(now);
 }
 
 // Hellos, and the ends of replies: of those that nobody waits for any more, this is all that is heard.
-void RelayClient::drain(Time now) {
+void DeviceRelayClient::drain(Time now) {
   for (;;) {
     const std::span<const std::byte> in = group_.replies().next(0, Time::min(), nullptr);
     if (in.empty()) return;
@@ -126,8 +126,8 @@ void RelayClient::drain(Time now) {
     if (in.size() >= sizeof reply + sizeof epoch) {
       std::memcpy(&reply, in.data(), sizeof reply);
       if (reply.failed == kHello) {
-        reach(reply.generation, std::string(reinterpret_cast<const char*>(in.data()) + sizeof reply,
-                                            in.size() - sizeof reply));
+        reach(reply.generation,
+              std::string(reinterpret_cast<const char*>(in.data()) + sizeof reply, in.size() - sizeof reply));
       } else {
         std::memcpy(&epoch, in.data() + sizeof reply, sizeof epoch);
         if (link_.state() == DrafterLink::State::kResting)
@@ -138,7 +138,7 @@ void RelayClient::drain(Time now) {
   }
 }
 
-void RelayClient::reach(std::uint64_t generation, const std::string& handle) {
+void DeviceRelayClient::reach(std::uint64_t generation, const std::string& handle) {
   const OnDevice here(device_);
   box_.reset();
   reached_ = 0;
@@ -151,7 +151,7 @@ void RelayClient::reach(std::uint64_t generation, const std::string& handle) {
 }
 
 // What has become of the last request. Its device has waited already; hosts come here a cycle later.
-void RelayClient::settle() {
+void DeviceRelayClient::settle() {
   if (link_.state() != DrafterLink::State::kDrafting) return;
   const volatile RelayOutcome& now = *outcome_;
   const Time latest = Clock::now() + timing_.deadline + kPatience;
@@ -171,8 +171,8 @@ void RelayClient::settle() {
   static_cast<void>(link_.replied({reached_, epoch_, failed, complaint}, Clock::now()));
 }
 
-Verdict RelayClient::draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results,
-                           Stream stream) {
+Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results,
+                                 Stream stream) {
   settle();
   const Time now = Clock::now();
   look(now);
@@ -223,7 +223,7 @@ Verdict RelayClient::draft(const DraftBatch& batch, const KnownLanes& lanes, con
 
 // -------------------------------------------------------------------------------------------------------- drafter
 
-RelayServer::RelayServer(Group& group, int device, const std::string& offer)
+DeviceRelayServer::DeviceRelayServer(Group& group, int device, const std::string& offer)
     : group_(group), device_(device), generation_(group.generation()) {
   expect(group.rank() == group.drafter(), ErrorCode::kBridge, "drafter rank", group.drafter(), group.rank());
   const Terms& terms = group.terms();
@@ -253,7 +253,7 @@ RelayServer::RelayServer(Group& group, int device, const std::string& offer)
   group.replies().publish(sizeof hello + handle.size());
 }
 
-RelayServer::~RelayServer() {
+DeviceRelayServer::~DeviceRelayServer() {
   static_cast<volatile PushStatus*>(status_)->stop = 1;
   const OnDevice here(device_);
   inbox_.reset();
@@ -261,7 +261,7 @@ RelayServer::~RelayServer() {
   static_cast<void>(cudaFreeHost(status_));
 }
 
-std::optional<RowsView> RelayServer::next(Clock::duration wait, Stream stream) {
+std::optional<RowsView> DeviceRelayServer::next(Clock::duration wait, Stream stream) {
   const auto watch = [this] {
     group_.check();
     if (group_.gone(0)) group_.end(0, "its process has ended");
@@ -293,7 +293,7 @@ std::optional<RowsView> RelayServer::next(Clock::duration wait, Stream stream) {
   return rows;
 }
 
-void RelayServer::reply(const DraftResults& results, Verdict verdict, Stream stream) {
+void DeviceRelayServer::reply(const DraftResults& results, Verdict verdict, Stream stream) {
   const Terms& terms = group_.terms();
   const OnDevice here(device_);
   channel_.epoch = epoch_;
@@ -307,7 +307,7 @@ void RelayServer::reply(const DraftResults& results, Verdict verdict, Stream str
   launch_push(channel_, source, lanes, verdict, stream);
 }
 
-void RelayServer::done(Verdict verdict) {
+void DeviceRelayServer::done(Verdict verdict) {
   const std::span<std::byte> out = group_.replies().reserve(Clock::now() + std::chrono::seconds(60), [this] {
     if (group_.gone(0)) group_.end(0, "its process has ended");
   });

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "bridge/device.h"
-#include "bridge/rows.h"
+#include "bridge/relay_ends.h"
 
 namespace eaglex::bridge {
 
@@ -62,25 +62,14 @@ struct TakeRows {
 };
 void launch_take_rows(const TakeRows& rows, Stream stream);
 
-// Of a batch, what rank 0's host knows without asking the device.
-struct KnownLanes {
-  std::vector<std::int64_t> slots, seq_lens, new_lens;
-};
-
-// Rank 0's end. Nothing that the drafter does throws here.
-class RelayClient {
+class DeviceRelayClient final : public RelayClient {
  public:
-  RelayClient(Group& group, LinkTiming timing, int device);
-  ~RelayClient();
-  RelayClient(const RelayClient&) = delete;
-  RelayClient& operator=(const RelayClient&) = delete;
+  DeviceRelayClient(Group& group, LinkTiming timing, int device);
+  ~DeviceRelayClient() override;
 
-  // What the drafter needs to reach this device, as text.
-  [[nodiscard]] std::string offer() const;
-  // One cycle: rows out, and, at the deadline at the latest, drafts or none into the results of these slots, all of it on
-  // `stream`. kNoDraft where nothing was asked, and then nothing was enqueued.
-  Verdict draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results, Stream stream);
-  [[nodiscard]] DrafterLink& link() { return link_; }
+  [[nodiscard]] std::string offer() const override;
+  Verdict draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results, Stream stream) override;
+  [[nodiscard]] DrafterLink& link() override { return link_; }
 
  private:
   void look(Time now);
@@ -102,22 +91,14 @@ class RelayClient {
   std::uint64_t epoch_ = 0;
 };
 
-// The drafter's end.
-class RelayServer {
+class DeviceRelayServer final : public RelayServer {
  public:
-  // `offer` is RelayClient's.
-  RelayServer(Group& group, int device, const std::string& offer);
-  ~RelayServer();
-  RelayServer(const RelayServer&) = delete;
-  RelayServer& operator=(const RelayServer&) = delete;
+  DeviceRelayServer(Group& group, int device, const std::string& offer);
+  ~DeviceRelayServer() override;
 
-  // The next request's rows in this device's memory, which lie there when what follows on `stream` runs; nothing if none
-  // was announced in time. Throws ErrorCode::kBridge once rank 0 is gone.
-  [[nodiscard]] std::optional<RowsView> next(Clock::duration wait, Stream stream);
-  // The drafts of its lanes, or that the engine failed, to rank 0's device.
-  void reply(const DraftResults& results, Verdict verdict, Stream stream);
-  // To be called when the reply has left, or cannot: a late one is over.
-  void done(Verdict verdict);
+  [[nodiscard]] std::optional<RowsView> next(Clock::duration wait, Stream stream) override;
+  void reply(const DraftResults& results, Verdict verdict, Stream stream) override;
+  void done(Verdict verdict) override;
 
  private:
   Group& group_;
