@@ -307,6 +307,7 @@ void bind_relay(py::module_& m) {
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
            py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::keep_alive<1, 2>())
+      .def("joined", [](Relay& self) { return self.client->joined(); })
       .def("offer", [](const Relay& self) { return self.client->offer(); })
       .def(
           "draft",

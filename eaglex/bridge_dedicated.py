@@ -129,6 +129,10 @@ class RelayClient:
         """What the drafter joins with."""
         return dataclasses.replace(self._bridge.invitation(), relay=str(self._client.offer()))
 
+    def joined(self) -> bool:
+        """Whether a drafter has joined and can be reached, or was refused, or has left again. No wait."""
+        return bool(self._client.joined())
+
     def draft(
         self, batch: DraftBatch, *, slots: Sequence[int], seq_lens: Sequence[int], new_lens: Sequence[int]
     ) -> bool:

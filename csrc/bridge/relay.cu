@@ -150,6 +150,15 @@ void DeviceRelayClient::reach(std::uint64_t generation, const std::string& handl
   }
 }
 
+bool DeviceRelayClient::joined() {
+  const Time now = Clock::now();
+  look(now);
+  drain(now);
+  const std::uint64_t generation = group_.generation();
+  if (generation == 0) return false;
+  return reached_ == generation || link_.state() == DrafterLink::State::kRefused || group_.gone(group_.drafter());
+}
+
 // What has become of the last request. Its device has waited already; hosts come here a cycle later.
 void DeviceRelayClient::settle() {
   if (link_.state() != DrafterLink::State::kDrafting) return;

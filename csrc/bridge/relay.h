@@ -69,6 +69,7 @@ class DeviceRelayClient final : public RelayClient {
 
   [[nodiscard]] std::string offer() const override;
   Verdict draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results, Stream stream) override;
+  [[nodiscard]] bool joined() override;
   [[nodiscard]] DrafterLink& link() override { return link_; }
 
  private:

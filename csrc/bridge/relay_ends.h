@@ -33,6 +33,8 @@ class RelayClient {
   // `stream`. kNoDraft where nothing was asked, and then nothing was enqueued.
   virtual Verdict draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results,
                         Stream stream) = 0;
+  // Whether a drafter has joined and said how to reach it, or was refused, or has left again.
+  [[nodiscard]] virtual bool joined() = 0;
   [[nodiscard]] virtual DrafterLink& link() = 0;
 };
 

@@ -133,9 +133,12 @@ class DedicatedSlots(SharedSlots):
         """End the drafter's process."""
         self.process.close()
 
+    def _joined(self) -> bool:
+        return self.client.joined() if isinstance(self.client, RelayClient) else self._bridge.generation() > 0
+
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self._bridge.generation() == 0:
+        while not self._joined():
             code = self.process.exit_code()
             if code is not None:
                 raise BridgeError(f"dedicated drafter: expected it to join, got exit code {code}; it says why above")

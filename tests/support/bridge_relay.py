@@ -98,9 +98,8 @@ class RelayRank:
             self.client = RelayClient(self.bridge, config, options)
             store.set("invitation", json.dumps(dataclasses.asdict(self.client.invitation())))
             until = time.monotonic() + 60
-            while self.bridge.generation() == 0 and time.monotonic() < until:
+            while not self.client.joined() and time.monotonic() < until:
                 time.sleep(0.01)
-            time.sleep(0.2)  # its word on how to reach it comes behind that
 
     def cycle(self, draw: random.Random, *, prompt: bool) -> None:
         count = 2 if prompt else draw.randint(1, LAYOUT.max_batch)
