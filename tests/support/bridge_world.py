@@ -168,9 +168,11 @@ def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, o
 
         module = emulator.load(Path(emulated))
         import eaglex.bridge
+        import eaglex.bridge_dedicated
         import eaglex.engine
 
-        eaglex.bridge._extension = eaglex.engine._extension = lambda: module
+        for part in (eaglex.bridge, eaglex.bridge_dedicated, eaglex.engine):
+            part._extension = lambda: module  # type: ignore[attr-defined]
     begun = time.monotonic()
     try:
         side, members = rank_of(plan, dist.FileStore(store, count), rank, count)

@@ -34,14 +34,16 @@ def check(name: str, folder: Path, *, device: str, emulated: Path | None = None,
         for rank in (0, 1):
             world.hear(rank, "open")
         found = [world.hear(rank, "done") for rank in (0, 1)]
-        with contextlib.suppress(ProcessLookupError):
+        told = world.pipes[2].recv() if world.pipes[2].poll() else None  # an error, where it could not even join
+        with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(world.processes[2].pid, signal.SIGKILL)
     first, second = found
     assert first["digest"] == second["digest"]
     assert first["drafts"] == second["drafts"]
     assert first["wrong"] == 0
-    assert first["faults"] == ({**NONE, fault: 1} if fault else NONE), (first, second)
+    assert first["faults"] == ({**NONE, fault: 1} if fault else NONE), (first, second, told)
     if not fault:
+        assert first["drafts"] > 0, told
         assert first["drafts"] == first["expected"] > 30
         assert first["warnings"] == []
         return
