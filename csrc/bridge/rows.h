@@ -11,7 +11,7 @@
 
 namespace eaglex::bridge {
 
-// The tensors of one request, in the memory of the message.
+// The tensors of one request, in the memory of the message; which device that is of, the caller knows.
 struct RowsView {
   std::uint64_t epoch = 0;
   TensorView aux_hidden_states;  // [rows, A·Ht]

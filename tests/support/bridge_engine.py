@@ -28,6 +28,18 @@ def make_rig(cuda: bool) -> Rig:
     return kind(config, SPECULATION, layout=LAYOUT)
 
 
+def digest_of(seen: list[list[torch.Tensor]]) -> tuple[str, int]:
+    """Of all that counts in tokens, parents, counts and lengths of these cycles, and how many drafts there are."""
+    digest, drafts = hashlib.sha256(), 0
+    for one in seen:
+        tokens, parents, counts, lens = (t.cpu() for t in one)
+        counted = torch.arange(tokens.shape[1]) < counts[:, None]
+        for tensor in (tokens.where(counted, 0), parents.where(counted, 0), counts, lens):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        drafts += int((counts > 0).sum())
+    return digest.hexdigest(), drafts
+
+
 class EngineRank:
     """`plan.engine` is the engine's call: run, or enqueue."""
 
@@ -89,13 +101,8 @@ class EngineRank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.bridge.check()
-        digest, drafts = hashlib.sha256(), 0
-        for tokens, parents, counts, lens in (([t.cpu() for t in one]) for one in self.seen):
-            counted = torch.arange(tokens.shape[1]) < counts[:, None]
-            for tensor in (tokens.where(counted, 0), parents.where(counted, 0), counts, lens):
-                digest.update(tensor.contiguous().numpy().tobytes())
-            drafts += int((counts > 0).sum())
-        found = {"digest": digest.hexdigest(), "drafts": drafts, "counters": self.bridge.counters()}
+        digest, drafts = digest_of(self.seen)
+        found = {"digest": digest, "drafts": drafts, "counters": self.bridge.counters()}
         if self.device.type == "cuda" and self.plan.timed:
             found["us"] = self.times()
         return found
