@@ -33,27 +33,29 @@ from eaglex.errors import DeviceError, EaglexError, first_line
 _log = logging.getLogger(__name__)
 
 
-class DrafterClient:
+class _Client:
     """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. No drafter's fault raises."""
 
-    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
+    def __init__(self, made: Any, bridge: Bridge, config: DraftConfig, options: LinkOptions, **where: int) -> None:
         binary = self._binary = bridge._binary
-        self._results = bridge._tensors
-        self._client = binary.DrafterClient(
+        self._bridge, self._results = bridge, bridge._tensors
+        self._client = made(
             bridge._group,
             config=_config(binary, config, 1.0),
             speculation=_speculation(binary, bridge.speculation),
             limits=bridge._limits,
             deadline=options.deadline,
             rejoin_after=options.rejoin_after,
+            **where,
         )
 
-    def draft(self, batch: DraftBatch) -> bool:
-        """One cycle, in host memory: whether drafts have come back by the deadline.
+    def invitation(self) -> Invitation:
+        """What the drafter joins with."""
+        return self._bridge.invitation()
 
-        Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
-        """
-        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
+    def joined(self) -> bool:
+        """Whether a drafter has joined. No wait."""
+        return self._bridge.generation() > 0
 
     def take_warnings(self) -> list[str]:
         """What the user is to be told since the last call, at most one sentence per fall of the drafter."""
@@ -63,6 +65,20 @@ class DrafterClient:
     def counters(self) -> dict[str, int]:
         """Falls of the drafter by kind (late, gone, refused, bad_reply, own_failure) and its `returns`."""
         return {name: int(count) for name, count in self._client.counters().items()}
+
+
+class DrafterClient(_Client):
+    """By host memory, which the bridge's results are in."""
+
+    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
+        super().__init__(bridge._binary.DrafterClient, bridge, config, options)
+
+    def draft(self, batch: DraftBatch) -> bool:
+        """One cycle, in host memory: whether drafts have come back by the deadline.
+
+        Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
+        """
+        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
 
 
 class DrafterServer:
@@ -106,28 +122,15 @@ class DrafterServer:
             raise DeviceError(f"dedicated drafter: {first_line(error)}") from error
 
 
-class RelayClient:
-    """Rank 0's way to a dedicated drafter on another GPU: rows out of this one's memory, drafts into it.
-
-    The bridge's results are in the memory of that device. No drafter's fault raises.
-    """
+class RelayClient(_Client):
+    """Where the drafter is on another GPU: rows out of this one's memory, and drafts into it, as the results are."""
 
     def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
-        binary = self._binary = bridge._binary
-        self._bridge, self._results = bridge, bridge._tensors
-        self._client = binary.RelayClient(
-            bridge._group,
-            config=_config(binary, config, 1.0),
-            speculation=_speculation(binary, bridge.speculation),
-            limits=bridge._limits,
-            deadline=options.deadline,
-            rejoin_after=options.rejoin_after,
-            device=bridge.device.index or 0,
-        )
+        super().__init__(bridge._binary.RelayClient, bridge, config, options, device=bridge.device.index or 0)
 
     def invitation(self) -> Invitation:
-        """What the drafter joins with."""
-        return dataclasses.replace(self._bridge.invitation(), relay=str(self._client.offer()))
+        """With the way to this GPU."""
+        return dataclasses.replace(super().invitation(), relay=str(self._client.offer()))
 
     def joined(self) -> bool:
         """Whether a drafter has joined and can be reached, or was refused, or has left again. No wait."""
@@ -150,15 +153,6 @@ class RelayClient:
             return bool(self._client.draft(filled, self._results, **lanes, stream=stream))
         finally:
             self._bridge._inputs.keep(tuple(fields.values()), stream)
-
-    def take_warnings(self) -> list[str]:
-        """As DrafterClient."""
-        warning = str(self._client.take_warning())
-        return [warning] if warning else []
-
-    def counters(self) -> dict[str, int]:
-        """As DrafterClient."""
-        return {name: int(count) for name, count in self._client.counters().items()}
 
 
 class RelayServer:

@@ -23,16 +23,6 @@ std::size_t at_least(std::size_t bytes) {
   return (bytes + kExported - 1) / kExported * kExported;
 }
 
-TensorView view(void* data, DType dtype, std::int64_t rows, std::int64_t columns = 0) {
-  TensorView tensor;
-  tensor.data = data;
-  tensor.dtype = dtype;
-  tensor.rank = columns > 0 ? 2 : 1;
-  tensor.shape = {rows, columns};
-  tensor.stride = columns > 0 ? std::array<std::int64_t, kMaxRank>{columns, 1} : std::array<std::int64_t, kMaxRank>{1};
-  return tensor;
-}
-
 template <typename T>
 T* pinned() {
   void* memory = nullptr;
@@ -292,13 +282,13 @@ std::optional<RowsView> DeviceRelayServer::next(Clock::duration wait, Stream str
   launch_take_rows({box_, num_lanes_, epoch_, static_cast<std::uint64_t>(ns), status_}, stream);
   RowsView rows;
   rows.epoch = epoch_;
-  rows.aux_hidden_states = view(box_.aux, type, told.num_rows, terms.aux_width);
-  rows.input_ids = view(box_.input_ids, DType::kI64, told.num_rows);
-  rows.row_start = view(box_.row_start, DType::kI32, num_lanes_ + 1);
-  rows.num_valid = view(box_.num_valid, DType::kI32, num_lanes_);
-  rows.draft_from = view(box_.draft_from, DType::kU8, num_lanes_);
-  rows.req_pool_indices = view(box_.slots, DType::kI64, num_lanes_);
-  rows.seq_lens = view(box_.seq_lens, DType::kI64, num_lanes_);
+  rows.aux_hidden_states = dense_view(box_.aux, type, told.num_rows, terms.aux_width);
+  rows.input_ids = dense_view(box_.input_ids, DType::kI64, told.num_rows);
+  rows.row_start = dense_view(box_.row_start, DType::kI32, num_lanes_ + 1);
+  rows.num_valid = dense_view(box_.num_valid, DType::kI32, num_lanes_);
+  rows.draft_from = dense_view(box_.draft_from, DType::kU8, num_lanes_);
+  rows.req_pool_indices = dense_view(box_.slots, DType::kI64, num_lanes_);
+  rows.seq_lens = dense_view(box_.seq_lens, DType::kI64, num_lanes_);
   return rows;
 }
 

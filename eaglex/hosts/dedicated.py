@@ -91,14 +91,9 @@ class DedicatedSlots(SharedSlots):
     ) -> None:
         here = results_device(link, device)
         super().__init__(link, DraftResults.allocate(link.speculation, link.limits, here), device)
-        self.client: DrafterClient | RelayClient
-        invitation = self._bridge.invitation()
-        if link.relay:
-            self.client = RelayClient(self._bridge, config, plan.options)
-            invitation = self.client.invitation()
-        else:
-            self.client = DrafterClient(self._bridge, config, plan.options)
-        job = plan.job(invitation, link.limits, max_length)
+        kind: type[DrafterClient | RelayClient] = RelayClient if link.relay else DrafterClient
+        self.client = kind(self._bridge, config, plan.options)
+        job = plan.job(self.client.invitation(), link.limits, max_length)
         self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", job])
         with contextlib.ExitStack() as undo:
             undo.callback(self.process.close)
@@ -133,12 +128,9 @@ class DedicatedSlots(SharedSlots):
         """End the drafter's process."""
         self.process.close()
 
-    def _joined(self) -> bool:
-        return self.client.joined() if isinstance(self.client, RelayClient) else self._bridge.generation() > 0
-
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not self._joined():
+        while not self.client.joined():
             code = self.process.exit_code()
             if code is not None:
                 raise BridgeError(f"dedicated drafter: expected it to join, got exit code {code}; it says why above")

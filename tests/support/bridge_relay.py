@@ -17,11 +17,10 @@ import torch
 
 from eaglex.bridge import Bridge, Invitation, LinkOptions
 from eaglex.bridge_dedicated import RelayClient, RelayServer, join_as_drafter
-from eaglex.engine import DraftResults
-from support.bridge_engine import LAYOUT, LIMITS, PROMPT, SPECULATION, digest_of, make_rig
+from eaglex.engine import DraftResults, current_stream
+from support.bridge_engine import LAYOUT, LIMITS, SPECULATION, Cycle, digest_of, make_rig, taken
 from support.bridge_world import Plan, device_of
 from support.models import make_config
-from support.rig import Ask
 from support.streamed import make_streamed_config
 
 JOINED = datetime.timedelta(seconds=60)
@@ -102,35 +101,22 @@ class RelayRank:
                 time.sleep(0.01)
 
     def cycle(self, draw: random.Random, *, prompt: bool) -> None:
-        count = 2 if prompt else draw.randint(1, LAYOUT.max_batch)
-        slots = draw.sample(range(1, LAYOUT.num_slots), count)
-        rows = [PROMPT if prompt else draw.randint(1, 7) for _ in slots]
-        valid = [draw.randint(1, most) for most in rows]
-        lens = [self.lengths[slot] for slot in slots]
-        new_lens = [a + b for a, b in zip(lens, valid, strict=True)]
+        cycle = Cycle.drawn(draw, self.lengths, prompt=prompt)
+        slots, lens = cycle.slots, cycle.lens
+        new_lens = [a + b for a, b in zip(lens, cycle.valid, strict=True)]
         if self.rank == 0:
-            asks = [Ask(slot, n, v) for slot, n, v in zip(slots, rows, valid, strict=True)]
-            for slot, length in zip(slots, lens, strict=True):
-                if slot not in self.rig.requests:
-                    self.rig.join(slot, slot)
-                self.rig.requests[slot].length = length
-            batch = self.rig.batch(asks)
+            batch = cycle.batch(self.rig)
             begun = time.monotonic()
             drafted = self.client.draft(batch, slots=slots, seq_lens=lens, new_lens=new_lens)
             self.bridge.push(slots, new_lens, draft=drafted)
             self.longest = max(self.longest, time.monotonic() - begun)
             self.warnings += self.client.take_warnings()
-            self.rig.engine.run(batch, torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0)
-            self.right.append(self.take(self.rig.engine.results, slots))
+            self.rig.engine.run(batch, current_stream(self.device))
+            self.right.append(taken(self.rig.engine.results, slots))
         else:
             self.bridge.receive(slots, new_lens)
-        self.seen.append(self.take(self.results, slots))
-        for slot, n in zip(slots, valid, strict=True):
-            self.lengths[slot] += n
-
-    def take(self, found: DraftResults, slots: list[int]) -> list[torch.Tensor]:
-        at = torch.tensor(slots, device=self.device)
-        return [t[at] for t in (found.draft_tokens, found.parents, found.num_nodes, found.drafted_for)]
+        self.seen.append(taken(self.results, slots))
+        cycle.add_to(self.lengths)
 
     def go(self) -> dict[str, Any]:
         draw = random.Random(5)

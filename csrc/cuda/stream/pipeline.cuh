@@ -1,7 +1,8 @@
 // The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
 //
 // Weights and gammas never change, so the ring is filled before the wait for the kernel before, a few chunks at a time:
-// under PDL it is full when the activations arrive. After it the activation warp finds the rows and copies them beside the weights.
+// under PDL it is full when the activations arrive. After it the activation warp finds the rows and copies them beside
+// the weights.
 #pragma once
 
 #include "cuda/stream/config.h"

@@ -21,7 +21,6 @@ from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
-from eaglex.hosts.sglang.ranks import Link
 from eaglex.hosts.sglang.shrink import Shrink, Wanted
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
@@ -37,7 +36,6 @@ class EngineDraft(DraftSide):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._engine: DraftEngine | None = None
-        self._link: Link | None = None
         self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
         self._failures = 0
         wanted = Wanted(
@@ -136,10 +134,7 @@ class EngineDraft(DraftSide):
         results = sum(tensor.nbytes for tensor in vars(self._engine.results).values() if tensor is not None)
         kept = self._engine.prepared_bytes - dropped
         self.memory.planned["engine"] = kept + self._engine.workspace_bytes + results
-        bridge = self.ranks.bridge(
-            self.speculation, self.limits, self._engine.results, vocab_size=self.config.vocab_size
-        )
-        self._link = None if bridge is None else Link(bridge, max_lanes=self.limits.max_batch)
+        self._connect(self._engine.results)
 
     def _report(self) -> None:
         logger.info(
@@ -189,11 +184,6 @@ class EngineDraft(DraftSide):
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start."""
         return self.engine.counters()
-
-    def check(self) -> None:
-        """Raise BridgeError once the ranks have lost each other. No wait."""
-        if self._link is not None:
-            self._link.bridge.check()
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Extend by the accepted tokens, then draft from each request's last one.
