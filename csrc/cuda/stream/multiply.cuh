@@ -28,7 +28,9 @@ struct Multiplier {
   static constexpr bool kLiftWeights = Weights::kLift && !kNormed && kTokenTiles > 1;
   static constexpr bool kLiftX = Weights::kLift && !kLiftWeights;
   static constexpr std::uint32_t kLift = 0x5F805F80U;  // a pair of 2^64
-  static constexpr float kRest = Weights::kLift ? 0x1p56F : 1.0F;
+  static constexpr float kRestLow = Weights::kLift ? 0x1p56F : 1.0F;  // of rows g and g + 8
+  static constexpr float kRestHigh = kRestLow;
+  static constexpr int kTeams = 1;  // all warps read every chunk
 
   // Where the warp's part of a stage begins.
   struct Operands {
