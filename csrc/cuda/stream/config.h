@@ -174,9 +174,9 @@ struct SharedLayout {
   return (value + to - 1) / to * to;
 }
 
-// Whether warps work on two strips at once (paired.cuh).
+// Whether warps work on several strips at once (paired.cuh).
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr bool is_paired(int bits, int token_tiles) {
-  return bits < 16 && token_tiles <= 2;
+  return bits < 16 && token_tiles <= (bits == 8 ? 2 : 1);
 }
 
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int exchange_bytes(int bits, int token_tiles) {

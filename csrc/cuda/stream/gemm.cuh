@@ -80,8 +80,8 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
 
   __device__ __forceinline__ void accumulate_pairs(int unit, int end, int segment, RingPosition& at,
                                                    float (&acc)[kTokenTiles][4]) {
-    float sums[2][kTokenTiles][4] = {};
-    float squares[4] = {};
+    float sums[Multiply::kStrips][kTokenTiles][4] = {};
+    typename Multiply::Squares squares;
     Multiply multiply{role_.lane, role_.warp, shape_.tokens};
     multiply.add_chunks(shape_, ring_, multiply.operands(shared_, at_), unit, end,
                         (unit - segment * shape_.chunks_per_segment) % per_tile_, at, sums, squares);
@@ -145,7 +145,8 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
       constexpr float kLow = Multiply::kRestLow;
       constexpr float kHigh = Multiply::kRestHigh;
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
+      for (int t = 0; t < kTokenTiles; ++t)
+        acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
     }
     if (Weights::kRowScales && role_.half == 0) {
       const float* const scales = row_scales(tile) + this->opaque_lane() / 4;

@@ -51,11 +51,11 @@ struct Fp8Weights {
     spread(words.w, a[0][1][2], a[0][1][3]);
   }
 
-  // K blocks k_block and k_block + 1, from the lane's first word of the strip on.
-  __device__ static __forceinline__ void load_two(const std::byte* at, int k_block, std::uint32_t (&a)[2][2][4]) {
+  // Two K blocks, from the lane's words of the strip in the first on.
+  __device__ static __forceinline__ void load_two(const std::byte* at, std::uint32_t (&a)[2][2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 words = *reinterpret_cast<const uint4*>(at + offset(k_block + i));
+      const uint4 words = *reinterpret_cast<const uint4*>(at + offset(i));
       spread(words.x, a[i][0][0], a[i][0][1]);
       spread(words.y, a[i][0][2], a[i][0][3]);
       spread(words.z, a[i][1][0], a[i][1][1]);
@@ -93,8 +93,8 @@ struct Int4Weights {
 
   // The same for a lane whose words begin at `at`, but bare (words.h): 2^-133 of the number plus 8 in rows g, 2^-129 of it
   // in rows g + 8.
-  __device__ static __forceinline__ void load_two(const std::byte* at, int k_block, std::uint32_t (&a)[2][2][4]) {
-    const uint4 words = *reinterpret_cast<const uint4*>(at + k_block / kSpan * 2048);
+  __device__ static __forceinline__ void load_two(const std::byte* at, std::uint32_t (&a)[2][2][4]) {
+    const uint4 words = *reinterpret_cast<const uint4*>(at);
     bare(words.x, a[0][0]);
     bare(words.y, a[0][1]);
     bare(words.z, a[1][0]);
