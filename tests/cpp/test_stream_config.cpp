@@ -138,6 +138,34 @@ TEST_CASE("words: INT4 pairs in the order of an operand, 136 above the number") 
   }
 }
 
+// What the bits of a bf16 are, in units of 2^-133: exact as long as the exponent's field is 0 or 1.
+int units_of(std::uint32_t bf16) {
+  const std::uint32_t exponent = bf16 >> 7 & 255;
+  require(exponent <= 1, "evenly spaced");
+  const auto units = static_cast<int>(exponent == 0 ? bf16 & 127U : 128U | (bf16 & 127U));
+  return (bf16 & 0x8000U) != 0 ? -units : units;
+}
+
+TEST_CASE("words: INT4 pairs bare, 8 above the number, rows g + 8 in sixteenfold") {
+  for (const std::uint32_t low : {0x76543210U, 0xFEDCBA98U, 0x08F7A5C3U}) {
+    const std::uint32_t high = ~low;
+    for (int half = 0; half < 2; ++half) {
+      const std::uint32_t word = int4_word(low, high, half);
+      for (int pair = 0; pair < 4; ++pair) {
+        const std::uint32_t row = pair % 2 == 0 ? low : high;
+        const int scale = pair % 2 == 0 ? 1 : 16;
+        const std::uint32_t offset = pair % 2 == 0 ? kInt4BareOffset : kInt4BareOffsetHigh;
+        for (int i = 0; i < 2; ++i) {
+          const auto number = static_cast<int>(row >> (4 * (4 * half + pair / 2 * 2 + i)) & 15U);
+          require(units_of(int4_bare(word, pair) >> (16 * i) & 0xFFFFU) == scale * number,
+                  concat("half ", half, ", pair ", pair, ", ", i));
+          require(units_of(offset >> (16 * i) & 0xFFFFU) == scale * -8, concat("offset of pair ", pair));
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("k_block_bytes: INT4's scales behind each group, the last one short") {
   require(k_block_bytes(16, 4) == 4 * 4096 && k_block_bytes(8, 4) == 4 * 2048, "no scales between");
   require(k_block_bytes(4, 4) == 4 * 1024 + 128 && k_block_bytes(4, 6) == 6 * 1024 + 256, "64 scales of 2 bytes");
