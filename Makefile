@@ -76,13 +76,13 @@ cuda: $(INSTALLED)  ## compile the CUDA sources and benchmarks (EAGLEX_CUDA_ARCH
 	cmake --build build-cuda --parallel $(MAX_JOBS)
 	cd build-cuda/module && $(abspath $(PY)) -c "import _C"  # it must load where there is no driver
 
-SANITIZED ?= holes or bad_indices or reused_slot
-sanitize: build cuda  ## compute-sanitizer over the streaming kernels and whole cycles (on a GPU, about a minute)
+SANITIZE = timeout 300 compute-sanitizer --error-exitcode 1 --print-limit 20
+sanitize: cuda  ## compute-sanitizer over whole cycles of small drafts (on a GPU, about a minute)
 	for tool in memcheck racecheck synccheck initcheck; do \
-	  sanitizer="compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 20" && \
-	  $$sanitizer build-cuda/bench_steps small && \
-	  $$sanitizer $(PY) -m pytest -q -p no:xdist tests/gpu/test_cuda_streamed.py -k "$(SANITIZED)" || exit 1; \
-	done
+	  for draft in bf16 fp8 int4 plain; do echo $$tool $$draft; done; \
+	done | xargs -P 8 -L 1 sh -c 'out=build-cuda/$$0-$$1.txt; \
+	  $(SANITIZE) --tool $$0 build-cuda/bench_small_cycles $$1 > $$out 2>&1; code=$$?; \
+	  echo "$$0 $$1: $$(tail -n 1 $$out)"; exit $$code'
 
 stubs: build  ## regenerate eaglex/_C.pyi
 	$(PY) tools/stubs.py

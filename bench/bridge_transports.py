@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 bench/bridge_transports.py [--out FILE] [--one-way FILE]
 
 `us` is the time per message of a graph of many, on the slower side, as for torch's broadcast of as many bytes; a push
-packs the drafts, a receive checks and unpacks them. `one_way_us` comes from bench_bridge's rows, `--one-way`.
+packs the drafts, a receive checks and unpacks them. Graphs of all ways are replayed in turn, so that what slows the
+machine down slows them all. `one_way_us` comes from bench_bridge's rows, `--one-way`.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,49 +24,51 @@ from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults
 from eaglex.errors import EaglexError
 
-ROUNDS, REPLAYS = 100, 100
+ROUNDS, REPLAYS, WARM = 400, 60, 5
 HOW = (
-    "bench/bridge_transports.py: microseconds per message in a graph of 100, on the slower side; median, 99th of 100 "
-    "replays. torch_us is torch's NCCL broadcast of as many bytes in the same run; one_way_us and push_us: bench_bridge"
+    f"bench/bridge_transports.py: microseconds per message in a graph of {ROUNDS}, on the slower side; median, 99th of "
+    f"{REPLAYS} replays. torch_us is torch's NCCL broadcast of as many bytes, its replays in turn with the "
+    "transports'; one_way_us and push_us: bench_bridge"
 )
 SHAPES = ((1, 5), (8, 5), (8, 16), (64, 6))  # lanes, nodes: 72, 464, 1168 and 4112 bytes
 
 
-def time_us(body, warm) -> list[float]:
-    """Microseconds per call of `body` in each replay of a graph of ROUNDS, in rising order."""
-    for _ in range(3):
-        warm()
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(ROUNDS):
-            body()
-    times = []
-    for replay in range(REPLAYS + 5):
+class Subject:
+    """One way to tell the others, ROUNDS times in a graph."""
+
+    def __init__(self, call: Callable[[], None], keep: object = None) -> None:
+        self.keep, self.times = keep, list[float]()
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(ROUNDS):
+                call()
+
+    def replay(self) -> None:
         dist.barrier()
         torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        self.graph.replay()
         end.record()
         end.synchronize()
-        if replay >= 5:
-            times.append(begin.elapsed_time(end) * 1e3 / ROUNDS)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, times)
-    return sorted(max(sides) for sides in zip(*everyone, strict=True))
+        self.times.append(begin.elapsed_time(end) * 1e3 / ROUNDS)
+
+    def slower_side(self) -> list[float]:
+        """Microseconds per message in each replay, in rising order."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.times[WARM:])
+        return sorted(max(sides) for sides in zip(*everyone, strict=True))
 
 
-def torch_us(size: int) -> list[float]:
+def torch_subject(size: int) -> Subject:
     message = torch.zeros(size, dtype=torch.uint8, device="cuda")
-
-    def call() -> None:
-        dist.broadcast(message, 0)
-
-    return time_us(call, call)
+    return Subject(lambda: dist.broadcast(message, 0))
 
 
-def bridge_us(members: Members, transport: str, lanes: int, nodes: int) -> list[float]:
+def bridge_subject(members: Members, transport: str, lanes: int, nodes: int) -> Subject:
     device = torch.device("cuda", torch.cuda.current_device())
     speculation = SpeculationConfig(num_steps=nodes, topk=1, num_draft_tokens=nodes + 1)
     limits = EngineLimits(max_batch=lanes, max_rows=lanes * (nodes + 1), num_slots=lanes + 1)
@@ -84,30 +88,36 @@ def bridge_us(members: Members, transport: str, lanes: int, nodes: int) -> list[
         else:
             bridge.receive(slots, lens)
 
-    times = time_us(call, call)
-    bridge.check()
-    members.gather("done", None)
-    return times
+    return Subject(call, bridge)
 
 
 def rows(members: Members) -> list[dict[str, object]]:
     found = []
     for lanes, nodes in SHAPES:
         size = 16 + lanes * (16 + 8 * nodes)
-        theirs = torch_us(size)
+        subjects, errors = {"torch": torch_subject(size)}, {}
+        for transport in GPU_TRANSPORTS:
+            try:
+                subjects[transport] = bridge_subject(members, transport, lanes, nodes)
+            except EaglexError as error:
+                errors[transport] = str(error)
+        for _ in range(WARM + REPLAYS):
+            for subject in subjects.values():
+                subject.replay()
         for transport in GPU_TRANSPORTS:
             row = {"transport": transport, "placement": "rank0", "ranks": dist.get_world_size(), "bytes": size}
-            try:
-                times = bridge_us(members, transport, lanes, nodes)
-            except EaglexError as error:
-                row["error"] = str(error)
+            if transport in errors:
+                row["error"] = errors[transport]
             else:
+                subjects[transport].keep.check()
+                times = subjects[transport].slower_side()
                 row["us"] = round(statistics.median(times), 2)
                 row["p99_us"] = round(times[len(times) * 99 // 100], 2)
-            row["torch_us"] = round(statistics.median(theirs), 2)
+            row["torch_us"] = round(statistics.median(subjects["torch"].slower_side()), 2)
             if members.rank == 0:
                 print(json.dumps(row), flush=True)
             found.append(row)
+        members.gather("done", None)
     return found
 
 

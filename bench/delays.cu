@@ -1,12 +1,14 @@
-// Each step of the cycle delayed in turn, as the engine launches it, over poisoned buffers: a kernel that reads before
+// Each launch of a cycle delayed in turn, over poisoned buffers, raw and in a captured graph: a kernel that reads before
 // its wait what the one before has yet to write, or writes what that one still reads, gives other bits.
 //
-//   build/bench/bench_delays          (ends with 1 where something differs)
+//   build/bench/bench_delays [bf16 | fp8 | int4]      (ends with 1 where something differs)
 //
 // Programmatic dependent launch lets a kernel start beside the one before. The oracle is the same engine without it.
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
+#include "launches.h"
 #include "subject.cuh"
 #include "timing.cuh"
 
@@ -15,11 +17,13 @@ namespace {
 
 constexpr std::uint64_t kDelayNs = 100'000;
 
+enum class How { kRaw, kGraph };
+
 using Bytes = std::vector<std::vector<std::byte>>;
 
-Bytes read(const Subject& subject) {
+Bytes read(const std::vector<TensorView>& views) {
   Bytes all;
-  for (const TensorView& view : subject.written()) {
+  for (const TensorView& view : views) {
     std::vector<std::byte> bytes(static_cast<std::size_t>(view.numel()) * size_of(view.dtype));
     stream::check(cudaMemcpy(bytes.data(), view.data, bytes.size(), cudaMemcpyDeviceToHost), "read");
     all.push_back(std::move(bytes));
@@ -27,29 +31,38 @@ Bytes read(const Subject& subject) {
   return all;
 }
 
-void write(const Subject& subject, const Bytes& all, cudaStream_t stream) {
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const TensorView& view = subject.written()[i];
-    stream::check(cudaMemcpyAsync(view.data, all[i].data(), all[i].size(), cudaMemcpyHostToDevice, stream), "write");
-  }
+void write(const std::vector<TensorView>& views, const Bytes& all, cudaStream_t stream) {
+  for (std::size_t i = 0; i < all.size(); ++i)
+    stream::check(cudaMemcpyAsync(views[i].data, all[i].data(), all[i].size(), cudaMemcpyHostToDevice, stream),
+                  "write");
 }
 
-// The cycle's steps with a delay in front of step `delayed`; none where there is no such step.
-Bytes cycle(Subject& subject, const std::vector<RecordedStep>& steps, const Bytes& before, std::size_t delayed,
-            cudaStream_t stream) {
-  write(subject, before, stream);
+// A cycle and its tree with a delay in front of launch `delayed`; none where there is no such launch. Returns what they
+// have written.
+Bytes cycle(Subject& subject, const Bytes& before, How how, std::size_t delayed, cudaStream_t stream) {
+  write(subject.written(), before, stream);
   subject.poison(stream);
-  subject.aim(stream);
-  const stream::StreamPlan plan;  // with PDL
-  for (std::size_t i = 0; i < steps.size(); ++i) {
-    if (i == delayed) launch_delay(plan, kDelayNs, stream);
-    steps[i].launch();
+  const auto launch = [&] {
+    const stream::StreamPlan plan;  // with PDL
+    launches().watch(delayed, [=](cudaLaunchConfig_t&) { launch_delay(plan, kDelayNs, stream); });
+    subject.enqueue(stream);
+    subject.tree(stream);
+  };
+  if (how == How::kRaw) {
+    launch();
+  } else {
+    const Graph graph(stream, launch);
+    graph.launch();
+    stream::check(cudaStreamSynchronize(stream), "graph");
   }
   stream::check(cudaStreamSynchronize(stream), "cycle");
-  return read(subject);
+  Bytes all = read(subject.written());
+  for (std::vector<std::byte>& bytes : read(subject.verified())) all.push_back(std::move(bytes));
+  return all;
 }
 
-int check(const Shape& shape, const Case& c, cudaStream_t stream) {
+int check(const Shape& shape, Case c, DType weights, cudaStream_t stream) {
+  c.weights = weights;
   setenv("EAGLEX_PDL", "0", 1);
   Subject serial(shape, c, 0);
   unsetenv("EAGLEX_PDL");
@@ -58,43 +71,47 @@ int check(const Shape& shape, const Case& c, cudaStream_t stream) {
     std::printf("  %s is not streamed: %s\n", shape.name.c_str(), subject.backend());
     return 1;
   }
-  const Bytes before = read(subject);
-  const auto oracle_steps = serial.record(stream);
-  const auto steps = subject.record(stream);
-  stream::check(cudaStreamSynchronize(stream), "recorded cycles");
-  const Bytes expected = cycle(serial, oracle_steps, before, oracle_steps.size(), stream);
-  int wrong = expected == before ? 1 : 0;  // a cycle writes
-  for (std::size_t i = 0; i <= steps.size(); ++i) {
-    if (cycle(subject, steps, before, i, stream) == expected) continue;
-    ++wrong;
-    std::printf("  differs with a delay before %s (launch %zu)\n", i < steps.size() ? steps[i].name.c_str() : "nothing",
-                i);
+  const Bytes before = read(subject.written());
+  const Bytes expected = cycle(serial, before, How::kRaw, kNoLaunch, stream);
+  const std::size_t count = launches().count;
+  int wrong = std::equal(before.begin(), before.end(), expected.begin()) ? 1 : 0;  // a cycle writes
+  for (const How how : {How::kRaw, How::kGraph}) {
+    for (std::size_t i = 0; i <= count; ++i) {
+      const Bytes now = cycle(subject, before, how, i, stream);
+      if (now == expected && launches().count == count) continue;
+      ++wrong;
+      std::printf("  %s: differs with a delay before launch %zu of %zu, %s\n", how == How::kRaw ? "raw" : "graph", i,
+                  launches().count, launches().name.c_str());
+    }
   }
-  std::printf("  %s, batch %d, topk %d: %zu launches delayed in turn, %d differ\n", shape.name.c_str(), c.batch, c.topk,
-              steps.size(), wrong);
+  std::printf("  %s, batch %d, topk %d, %d rows: %zu launches delayed in turn, raw and in a graph, %d differ\n",
+              shape.name.c_str(), c.batch, c.topk, c.batch * c.num_draft_tokens, count, wrong);
+  std::fflush(stdout);
   return wrong;
 }
 
-int run() {
+int run(const std::string& precision) {
   cudaStream_t stream = nullptr;
   stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   // Small enough that all of it runs in seconds, large enough that tiles are shared; the last like a real draft.
   const Shape small{"H512/I1024/V3000", 512, 1024, 8, 2, 64, 3000, 2000};
   const Shape large{"H4096/I14336/V32k", 4096, 14336, 32, 8, 128, 32000, 32000};
+  const DType weights = precision == "fp8" ? DType::kF8 : precision == "int4" ? DType::kI4 : DType::kBF16;
   int wrong = 0;
+  // Of 40 and 64 requests the extend runs in 4 and 6 parts.
   for (const Case& c : {Case{1, 4, 1, 5, 300}, Case{8, 4, 1, 5, 300}, Case{12, 4, 1, 5, 300}, Case{40, 4, 1, 5, 300},
-                        Case{1, 4, 4, 16, 300}, Case{4, 4, 8, 20, 300}})
-    wrong += check(small, c, stream);
-  for (const Case& c : {Case{1, 3, 1, 4, 500}, Case{16, 3, 1, 4, 500}}) wrong += check(large, c, stream);
+                        Case{64, 5, 1, 6, 100}, Case{1, 4, 4, 16, 300}, Case{4, 4, 8, 20, 300}})
+    wrong += check(small, c, weights, stream);
+  for (const Case& c : {Case{1, 3, 1, 4, 500}, Case{16, 3, 1, 4, 500}}) wrong += check(large, c, weights, stream);
   return wrong == 0 ? 0 : 1;
 }
 
 }  // namespace
 }  // namespace eaglex::bench
 
-int main() {
+int main(int argc, char** argv) {
   try {
-    return eaglex::bench::run();
+    return eaglex::bench::run(argc > 1 ? argv[1] : "bf16");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "delays: %s\n", error.what());
     return 2;

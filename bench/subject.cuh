@@ -95,10 +95,13 @@ class Subject {
                                      &verify_.retrieve_next_token, &verify_.retrieve_next_sibling})
       *tensor = empty(DType::kI64, {b, n});
     verify_.mask = empty(DType::kU8, {b * n * (c.context + valid + n)});
+    verified_ = {verify_.draft_tokens,          verify_.positions, verify_.retrieve_index, verify_.retrieve_next_token,
+                 verify_.retrieve_next_sibling, verify_.mask};
     stream::check(cudaDeviceSynchronize(), "contents");  // they come by the default stream, others read them
   }
 
   void run(cudaStream_t stream) { engine_->run(batch_, stream); }
+  void enqueue(cudaStream_t stream) { engine_->enqueue(batch_, stream); }
   void tree(cudaStream_t stream) { engine_->tree(verify_, stream); }
   void warm_up() { engine_->warm_up(); }
   void aim(cudaStream_t stream) { recorder_->aim(stream); }
@@ -111,6 +114,8 @@ class Subject {
 
   // What a cycle writes: the pool's K and V, then the results.
   [[nodiscard]] const std::vector<TensorView>& written() const { return written_; }
+  // What `tree` writes.
+  [[nodiscard]] const std::vector<TensorView>& verified() const { return verified_; }
   // Whatever lies between the steps becomes NaN and -1.
   void poison(cudaStream_t stream) const { stream::check(recorder_->poison(stream), "poison"); }
 
@@ -220,7 +225,7 @@ class Subject {
   std::vector<std::unique_ptr<Buffer<bf16>>> memory_;  // before the engine, which borrows it
   std::vector<Packed> packed_;
   TensorView counters_;
-  std::vector<TensorView> written_;
+  std::vector<TensorView> written_, verified_;
   std::unique_ptr<DraftEngine> engine_;
   Recorder* recorder_ = nullptr;
   BatchTensors batch_;

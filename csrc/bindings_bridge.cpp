@@ -18,6 +18,7 @@
 #ifdef EAGLEX_WITH_CUDA
 #include "cuda/factory.h"
 #endif
+#include "draft/engine.h"
 #include "draft/follower.h"
 
 namespace py = pybind11;
@@ -168,6 +169,17 @@ void bind_ranks(py::module_& m) {
           },
           py::arg("results"), py::arg("lanes"), py::kw_only(), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "push_from",
+          [](Bridge& self, DraftEngine& engine, const FollowerTensors& results) {
+            engine.end_with([&self, found = results.results()](const CycleEnd& end) {
+              LaneList lanes;
+              lanes.count = end.lanes;
+              lanes.block = end.batch;
+              self.push(lanes, found, Verdict::kDraft, end.stream);
+            });
+          },
+          py::arg("engine"), py::arg("results"), py::keep_alive<2, 1>())
       .def("counters", [](const Bridge& self) {
         const Counters found = self.counters();
         return std::map<std::string, std::int64_t>{

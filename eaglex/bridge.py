@@ -6,7 +6,6 @@ a deadline. What is wrong with a rank is fatal for the group and raises BridgeEr
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import datetime
@@ -22,6 +21,7 @@ from torch import Tensor
 from eaglex.bridge_transport import choose
 from eaglex.config import TRANSPORTS, EngineLimits, SpeculationConfig
 from eaglex.engine import (
+    DraftEngine,
     DraftResults,
     VerifyTensors,
     _extension,
@@ -168,15 +168,12 @@ class Bridge:
 
     In host memory they travel over `shm`; in device memory over the best of the GPU transports that a probe finds to
     work, or over `transport`. Then calls return when their work is on the stream, which may be one that is being
-    captured, and a failure shows in a later call or in `check`.
+    captured, and a failure shows in a later call or in `check`. What a call was given is kept alive until it has run,
+    or, where a stream was being captured, as long as the bridge.
 
     Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter. Raises BridgeError where
     they do not fit each other.
     """
-
-    # Lanes of launches that may still run are kept alive that many calls long; a receiver is never further ahead of the
-    # device than rank 0's inbox is deep.
-    _KEPT_CALLS = 32
 
     def __init__(
         self,
@@ -214,7 +211,13 @@ class Bridge:
         ends = choose(members, binary, terms, device=self.device, wanted=transport, deadline=deadline)
         self._group, self._bridge, self._binary = ends.group, ends.bridge, binary
         self._invitation = Invitation(address=ends.address, identity=ends.identity, terms=terms)
-        self._kept: collections.deque[object] = collections.deque(maxlen=self._KEPT_CALLS)
+        self._follower = binary.DraftFollower(
+            speculation=_speculation(binary, speculation),
+            limits=self._limits,
+            vocab_size=vocab_size,
+            tensors=self._tensors,
+        )
+        self._inputs = _Inputs(self._follower, binary.NEVER)
 
     @property
     def transport(self) -> str:
@@ -239,8 +242,23 @@ class Bridge:
         if self.transport == "shm":
             self._bridge.push(self._tensors, slots=_ints(slots), new_lens=_ints(new_lens), draft=draft)
             return
-        lanes = self._lanes(slots, new_lens, num_valid)
-        self._bridge.enqueue_push(self._tensors, lanes, draft=draft, stream=self._stream(stream))
+        given = self._lanes(slots, new_lens, num_valid)
+
+        def launch(lanes: Any, to: int) -> None:
+            self._bridge.enqueue_push(self._tensors, lanes, draft=draft, stream=to)
+
+        self._inputs.call(launch, self._binary.LaneTensors(), given, self._stream(stream))
+
+    def push_from(self, engine: DraftEngine) -> None:
+        """Rank 0: from now on every cycle of this engine ends with the push of its batch, in the cycle's own graph.
+
+        Its results are this bridge's, and it has not run or warmed up yet: ConfigError. Calls of `engine` then raise
+        what `push` raises; a cycle that raises anything else has pushed nothing, so that `push` must still say "no
+        draft". The engine keeps the bridge alive.
+        """
+        if engine.results is not self.results:
+            raise ConfigError("push_from: expected an engine whose results this bridge sends, got another one's")
+        self._bridge.push_from(engine._engine, self._tensors)
 
     def receive(
         self,
@@ -258,20 +276,25 @@ class Bridge:
         if self.transport == "shm":
             found = self._bridge.receive(self._tensors, slots=_ints(slots), new_lens=_ints(new_lens))
             return bool(found)
-        lanes = self._lanes(slots, new_lens, num_valid)
-        self._bridge.enqueue_receive(self._tensors, lanes, stream=self._stream(stream))
+        given = self._lanes(slots, new_lens, num_valid)
+
+        def launch(lanes: Any, to: int) -> None:
+            self._bridge.enqueue_receive(self._tensors, lanes, stream=to)
+
+        self._inputs.call(launch, self._binary.LaneTensors(), given, self._stream(stream))
         return None
 
     def check(self) -> None:
         """Raise BridgeError if the group has ended. To be called before tokens of a cycle are given away. No wait."""
         self._bridge.check()
 
-    def _lanes(self, slots: Sequence[int] | Tensor, new_lens: Sequence[int] | Tensor, num_valid: Tensor | None) -> Any:
+    def _lanes(
+        self, slots: Sequence[int] | Tensor, new_lens: Sequence[int] | Tensor, num_valid: Tensor | None
+    ) -> dict[str, Tensor]:
         given = {"slots": self._beside(slots), "lens": self._beside(new_lens)}
         if num_valid is not None:
             given["num_valid"] = num_valid
-        self._kept.append(tuple(given.values()))
-        return _fill(self._binary.LaneTensors(), **given)
+        return given
 
     def _beside(self, values: Sequence[int] | Tensor) -> Tensor:
         if isinstance(values, Tensor):
@@ -330,23 +353,16 @@ class Follower:
     """`tree` for a rank that does not draft, as `DraftEngine.tree`; where the bridge's results are."""
 
     def __init__(self, bridge: Bridge) -> None:
-        binary = bridge._binary
-        self._binary, self._bridge = binary, bridge
-        self._follower = binary.DraftFollower(
-            speculation=_speculation(binary, bridge.speculation),
-            limits=bridge._limits,
-            vocab_size=bridge.vocab_size,
-            tensors=bridge._tensors,
-        )
-        self._inputs = _Inputs(self._follower, binary.NEVER)
+        self._bridge = bridge
 
     def tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
     ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        fields = _verify_fields(self._binary, out, ids)
-        self._inputs.call(self._follower.tree, self._binary.VerifyTensors(), fields, stream)
+        bridge = self._bridge
+        fields = _verify_fields(bridge._binary, out, ids)
+        bridge._inputs.call(bridge._follower.tree, bridge._binary.VerifyTensors(), fields, stream)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import eaglex
 from eaglex.errors import ConfigError, EaglexError
-from eaglex.packed import DraftQuant
+from eaglex.packed import Auto, DraftQuant
 
 QUANT_HELP = (
-    "precision of the draft's matrices: none, fp8, int4, or by part as in head=int4,mlp=fp8 (parts: head, mlp, qkv, "
-    "o; default: as the checkpoint has them)"
+    "precision of the draft's matrices: none, fp8, int4 (mlp and qkv; head and o in fp8), or by part as in "
+    "head=int4,mlp=fp8 (parts: head, mlp, qkv, o; default: as the checkpoint has them)"
 )
+AUTO_HELP = "; auto measures which pay, prints the figures, and takes those"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,10 @@ def _quant(text: str) -> DraftQuant:
         return DraftQuant.parse(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _quant_or_auto(text: str) -> DraftQuant | Auto:
+    return Auto.AUTO if text == Auto.AUTO.value else _quant(text)
 
 
 def _ids(text: str) -> list[int]:

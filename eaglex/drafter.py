@@ -72,6 +72,7 @@ def serve(job: Job) -> None:
         max_rows=job.max_rows,
         device=torch.device(job.device),
     )
+    slots.warm_up()
     server = join_as_drafter(job.invitation, slots.engine)
     with contextlib.suppress(BridgeError):  # rank 0 has ended
         while True:

@@ -7,6 +7,7 @@ ShapeError or ConfigError. Everything lives on one device, the weights' own.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any
@@ -275,12 +276,18 @@ class _Inputs:
         filled = _fill(target, **fields)
         try:
             launch(filled, stream)
-        finally:  # also after half a cycle
-            self.keep(tuple(fields.values()), stream)
+        except BaseException:  # half a cycle may be under way, so they are kept all the same
+            with contextlib.suppress(DeviceError):  # the launch's own error says more
+                self.keep(tuple(fields.values()), stream)
+            raise
+        self.keep(tuple(fields.values()), stream)
 
     def keep(self, tensors: object, stream: int) -> None:
-        """After a call on `stream`; lets go of what calls before it have done with. About 2 µs."""
-        number = self._never  # where the device cannot say any more, they are kept for good
+        """After a call on `stream`; lets go of what calls before it have done with. About 2 µs.
+
+        Where the device cannot say how far it is (DeviceError) they are kept for good.
+        """
+        number = self._never
         try:
             if self._running:
                 reached = self._engine.reached()

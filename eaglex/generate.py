@@ -58,7 +58,7 @@ class Run:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    from eaglex.cli import QUANT_HELP, _ids, _quant
+    from eaglex.cli import AUTO_HELP, QUANT_HELP, _ids, _quant_or_auto
 
     add = parser.add_argument
     add("--target", metavar="PATH", help="target model: folder or Hub id (default: the repository's models/tiny)")
@@ -89,7 +89,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="M", help="default 128")
     add("--aux-layer-ids", type=_ids, metavar="I,J,K", help="use these layers instead of those of the draft's config")
     add("--convention", choices=("output", "capture_before"), help="how layer ids are written")
-    add("--draft-quant", metavar="P", type=_quant, help=QUANT_HELP)
+    add("--draft-quant", metavar="P", type=_quant_or_auto, help=QUANT_HELP + AUTO_HELP)
     add(
         "--hot-vocab", metavar="N|FILE|N:FILE",
         help="keep the N most frequent tokens of the draft's head by a ranking of eaglex hot-vocab (default file: "
@@ -164,13 +164,15 @@ def _run(arguments: argparse.Namespace, team: Team | None) -> int:
     length = min(pair.context, len(ids) + chosen.max_new_tokens)
     if team is not None:
         device = team.start(device)
-    host = pair.load(speculation, max_length=length, device=device, dtype=dtype, team=team, dedicated=dedicated)
+    host = pair.load(
+        speculation, max_length=length, device=device, dtype=dtype, prompt=ids, team=team, dedicated=dedicated
+    )
     for note in pair.notes if team is None or team.drafts else ():
         print(f"eaglex: {note}", file=sys.stderr)
     with contextlib.closing(host), contextlib.nullcontext() if team is None else team.guarded():
         done = _generate(arguments, host, pair, text, ids, chosen)
     if team is None or team.drafts:
-        _tell(arguments, done, host)
+        _tell(arguments, done, host, pair.quant)
     return 1 if arguments.check and not done.lossless else 0
 
 
@@ -194,8 +196,8 @@ def _check_dedicated(arguments: argparse.Namespace, speculation: SpeculationConf
             raise ConfigError(f"placement: expected rank0 with {name}, got dedicated")
 
 
-def _tell(arguments: argparse.Namespace, done: Run, host: TransformersHost) -> None:
-    print(json.dumps(_as_json(arguments, done, host)) if arguments.json else _report(done, host.speculation))
+def _tell(arguments: argparse.Namespace, done: Run, host: TransformersHost, quant: DraftQuant) -> None:
+    print(json.dumps(_as_json(arguments, done, host, quant)) if arguments.json else _report(done, host.speculation))
     for warning in done.output.warnings:
         print(f"eaglex: warning: {warning}", file=sys.stderr)
     if done.lossless is False:
@@ -417,7 +419,9 @@ def _dtype(host: TransformersHost) -> str:
     return str(host.target.dtype).removeprefix("torch.")
 
 
-def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -> dict[str, Any]:
+def _as_json(
+    arguments: argparse.Namespace, done: Run, host: TransformersHost, quant: DraftQuant
+) -> dict[str, Any]:
     output, statistics, speculation = done.output, done.output.statistics, host.speculation
     return {
         "text": done.text,
@@ -448,7 +452,7 @@ def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost) -
         "placement": arguments.placement,
         "bridge": host.slots.bridge_counters(),
         "transport": None if host.team is None or host.team.bridge is None else host.team.bridge.transport,
-        "draft_quant": str(arguments.draft_quant or DraftQuant()),
+        "draft_quant": str(quant),
         "draft_vocab_size": host.draft_config.draft_vocab_size,
     }
 

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from eaglex.errors import ConfigError
 
@@ -27,7 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "eaglex generate --json writes them",
     )  # fmt: skip
     add("--tokenizer", required=True, metavar="PATH", help="the target: folder or Hub id")
-    add("--field", metavar="NAME", help="the text's field in a record, dotted: choices.0.text (default: text)")
+    add("--field", metavar="NAME", help="a record's field of text or ids, dotted: choices.0.text (default: text)")
     add("--output", default="hot_vocab.json", metavar="FILE", help="default hot_vocab.json")
 
 
@@ -122,13 +122,19 @@ def _record(line: bytes, field: str | None, where: str) -> list[int] | str:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: expected a JSON object, got {str(error)[:80]}") from None
     tokens = value.get("tokens") if isinstance(value, dict) and field is None else None
-    if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+    if _ids(tokens):
         return tokens
     for name in (field or "text").split("."):
         if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]
         else:
             value = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: expected `tokens`, or a text in `{field or 'text'}`, got {type(value).__name__}")
-    return value
+    if field is not None and _ids(value):
+        return value
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{where}: expected `tokens`, or a text in `{field or 'text'}`, got {type(value).__name__}")
+
+
+def _ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)

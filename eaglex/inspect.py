@@ -68,20 +68,20 @@ def cost(
     )
 
 
-def by_precision(facts: Facts) -> dict[str, Cost]:
-    """What the draft would cost with all parts in one precision."""
-    return {p.value: cost(facts.config, facts.dtype, DraftQuant.every(p)) for p in Precision}
+def by_word(facts: Facts) -> dict[str, Cost]:
+    """What the draft would cost with each word of `--draft-quant`."""
+    return {p.value: cost(facts.config, facts.dtype, DraftQuant.parse(p.value)) for p in Precision}
 
 
 def report(facts: Facts, bandwidth_tb_s: float | None = None, quant: DraftQuant | None = None) -> str:
     """The checkpoint's report and its costs, for people."""
     c = cost(facts.config, facts.dtype, quant, stored=facts.tensors)
-    each = by_precision(facts)
+    each = by_word(facts)
     floors = {n: "" if bandwidth_tb_s is None else f" ({each[n].floor_us(bandwidth_tb_s):,.1f} us)" for n in each}
     lines = [
         *facts.lines(),
         f"parameters: {c.parameters / 1e6:,.1f} M (embedding included)",
-        f"draft_quant: {quant or DraftQuant()}; one precision for all parts would read per step: "
+        f"draft_quant: {quant or DraftQuant()}; --draft-quant would read per step with "
         + ", ".join(f"{name} {_amount(each[name].step_bytes)}{floors[name]}" for name in each),
         f"bytes read per step: {_amount(c.step_bytes)}; fuse, once per cycle: {_amount(c.fuse_bytes)}",
         f"memory on the draft GPU: weights {_amount(c.weights_bytes)}, full embedding copy "
@@ -124,7 +124,7 @@ def as_json(facts: Facts, bandwidth_tb_s: float | None = None, quant: DraftQuant
         "draft_quant": str(quant or DraftQuant()),
         "by_draft_quant": {
             name: {"step_bytes": each.step_bytes, "step_floor_us": floor(each)}
-            for name, each in by_precision(facts).items()
+            for name, each in by_word(facts).items()
         },
     }
 

@@ -39,6 +39,18 @@ def test_every_message_arrives_whole(transport, tmp_path, module):
     assert found[1]["counters"] == found[2]["counters"] == {"pushed": 0, "received": sent, "drafts": sent}
 
 
+@pytest.mark.parametrize("call", ["run", "enqueue"])
+def test_a_cycle_ends_with_its_push(call, tmp_path, module):
+    """The engine's own graphs have it, and so have raw launches: drafts on the other rank are those of rank 0."""
+    plan = Plan(device="emulated", transport="p2p", engine=call, cycles=24)
+    with opened(2, plan, tmp_path, module) as world:
+        found = world.all("done")
+        assert world.ended() == [0, 0]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["drafts"] == found[1]["drafts"] > 24
+    assert found[0]["counters"]["pushed"] == found[1]["counters"]["received"] == 24 + 20
+
+
 def test_a_rank_that_has_split_ends_all(tmp_path, module):
     plan = Plan(device="emulated", transport="p2p", cycles=40, wrong_length_at=5)
     with opened(2, plan, tmp_path, module) as world:

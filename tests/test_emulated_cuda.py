@@ -23,8 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import emulated
 from support.cuda_rig import CudaRig
-from support.models import make_config, random_weights
+from support.cuda_soak import LAYOUT
+from support.models import EVERY_INT4, make_config, random_weights
 from support.rig import Ask, Layout, Rig
+from support.soak import Soak
 from test_cuda_engine import *  # noqa: F403
 from test_cuda_graph import state, test_a_graph_of_more_lanes_serves_fewer_requests  # noqa: F401
 from test_cuda_tree import *  # noqa: F403
@@ -76,7 +78,7 @@ def test_it_is_the_cuda_backend() -> None:
     assert make_rig().engine.backend_name == "emulated cuda"
 
 
-@pytest.mark.parametrize(("quant", "layers"), [("fp8", 1), ("int4", 2), ("head=int4,mlp=fp8", 1)])
+@pytest.mark.parametrize(("quant", "layers"), [("fp8", 1), (EVERY_INT4, 2), ("head=int4,mlp=fp8", 1)])
 def test_packed_weights_are_those_of_the_reference(quant, layers) -> None:
     """The plain chain reads them unpacked; here in float32, so that ids and trees are the reference's."""
     config = make_config(num_layers=layers, **test_low_bit_engine.WIDE)
@@ -170,7 +172,7 @@ def test_soak(name) -> None:
     config, speculation = make_config(max_positions=160), SpeculationConfig(**test_cuda_soak.SCHEDULES[name])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eaglex.engine._extension", built)
-        oracle = Rig(config, speculation, layout=Layout(**test_cuda_soak.LAYOUT))
+        oracle = Rig(config, speculation, layout=Layout(**LAYOUT))
     assert oracle.engine.backend_name == "cpu"
-    tally = test_cuda_soak.soak(oracle, EmulatedRig(config, speculation, share=oracle), seconds=0, least=60).tally
-    assert tally.unclear <= max(3, tally.drafts // 200)
+    soak = Soak(oracle, EmulatedRig(config, speculation, share=oracle), 0)
+    test_cuda_soak.run(soak, seconds=0, least=60, exact=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 
@@ -234,9 +235,55 @@ def test_a_dotted_field(pair, tmp_path) -> None:
     assert int(Ranking.read(out).counts[4]) == 2
 
 
-def test_a_character_across_blocks() -> None:
-    import io
+def test_a_servers_ids(pair, tmp_path, capsys) -> None:
+    """As SGLang's /generate answers; an empty list, or one of other things, is no text."""
+    record = {"text": words(1), "output_ids": [4, 4, 4], "meta_info": {"ids": [], "mixed": [1, "a"]}}
+    (tmp_path / "b.jsonl").write_text(json.dumps(record))
+    out = tmp_path / "r.json"
+    options = ["--tokenizer", str(pair / "target"), "--output", str(out), "--field"]
+    assert main(["hot-vocab", str(tmp_path / "b.jsonl"), *options, "output_ids"]) == 0
+    counts = Ranking.read(out).counts
+    assert (int(counts[4]), int(counts.sum())) == (3, 3)
+    for field in ("meta_info.ids", "meta_info.mixed", "meta_info"):
+        assert main(["hot-vocab", str(tmp_path / "b.jsonl"), *options, field]) == 1
+        assert f"or a text in `{field}`, got" in capsys.readouterr().err
 
+
+def test_progress_is_that_of_the_bytes(pair, tmp_path, monkeypatch) -> None:
+    """The bar's whole is the files' size, and block by block it gets there; of standard input it knows no end."""
+    seen = []
+
+    class Bar:
+        def __init__(self, total, *_, **__):
+            seen.append([total])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, count):
+            seen[-1].append(count)
+
+    monkeypatch.setattr("eaglex.hosts.progress.bar", Bar)
+    monkeypatch.setattr(hot_vocab_command, "_BLOCK", 64)
+    text = f"{words(3, 5)}\n" * 40
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": words(2)}) + "\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    options = ["--tokenizer", str(pair / "target"), "--output", str(tmp_path / "r.json")]
+    assert main(["hot-vocab", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), *options]) == 0
+    assert main(["hot-vocab", "-", *options]) == 0
+    assert int(Ranking.read(tmp_path / "r.json").counts[5]) == 40
+    files, piped = seen
+    assert files[0] == sum(files[1:]) == sum((tmp_path / name).stat().st_size for name in ("a.txt", "b.jsonl"))
+    assert piped[0] is None
+    assert sum(piped[1:]) == len(text)
+    assert max(files[1:-1]) <= 64, "no block is larger, however long the text"
+
+
+def test_a_character_across_blocks() -> None:
     text = "ä€😀 " * 40
     for size in (1, 2, 3, 5):
         with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from eaglex import cli
 from eaglex.checkpoint import examine, load
 from eaglex.config import DraftConfig
 from eaglex.inspect import cost
-from eaglex.packed import DraftQuant
+from eaglex.packed import DraftQuant, Precision
 from eaglex.quantize import quantize
 
 CASES = Path(__file__).parent / "cases"
@@ -68,7 +68,8 @@ def test_cost_by_precision():
     assert plain.step_bytes - four.step_bytes == 2 * heads - (heads // 2 + 2 * 32000 * 32)
     assert (plain.fuse_bytes, plain.embedding_bytes) == (four.fuse_bytes, four.embedding_bytes)
     assert plain.kv_bytes_per_token == four.kv_bytes_per_token
-    assert cost(LLAMA_8B, "BF16", DraftQuant.parse("int4")).step_bytes == pytest.approx(749e6 / 4 * 1.031, rel=0.002)
+    every = cost(LLAMA_8B, "BF16", DraftQuant.every(Precision.INT4))
+    assert every.step_bytes == pytest.approx(749e6 / 4 * 1.031, rel=0.002)
 
 
 @pytest.mark.parametrize("word", ["fp8", "int4", "head=int4,qkv=fp8"])
@@ -84,7 +85,7 @@ def test_report_by_precision(capsys):
     code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, "--bandwidth", "4.8", "--draft-quant", "mlp=int4")
     assert code == 0
     line = next(text for text in out.splitlines() if text.startswith("draft_quant"))
-    assert line.startswith("draft_quant: mlp=int4; one precision for all parts would read per step: none ")
+    assert line.startswith("draft_quant: mlp=int4; --draft-quant would read per step with none ")
     assert line.count(" us)") == 3
     options = ["--bandwidth", "2", "--draft-quant", "fp8", "--json"]
     code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, *options)

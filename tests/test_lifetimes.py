@@ -3,11 +3,13 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from support.models import make_config, random_weights
 from support.rig import Ask, Rig
 
 from eaglex.config import SpeculationConfig
+from eaglex.errors import DeviceError
 
 CHAIN = SpeculationConfig(num_steps=3)
 
@@ -41,6 +43,33 @@ def test_what_has_run_is_let_go() -> None:
     rig.engine.run(batch)
     del batch
     assert not alive(first)
+
+
+class Failing:
+    """A C++ engine on a device that has failed: no call comes through, and none can be marked."""
+
+    def run(self, batch: object, stream: int) -> None:
+        raise DeviceError("the launch's own error")
+
+    def mark(self, stream: int) -> int:
+        raise DeviceError("mark")
+
+    def reached(self) -> int:
+        raise DeviceError("reached")
+
+
+def test_a_call_that_failed_says_why_and_keeps_its_inputs() -> None:
+    """Half a cycle may be under way, and the device cannot say how far it is."""
+    rig = running_rig()
+    batch = rig.batch([Ask(0, 4)])
+    given = weakref.ref(batch.seq_lens)
+    rig.engine._inputs._engine = failing = Failing()
+    with pytest.raises(DeviceError, match="the launch's own error"):
+        rig.engine._inputs.call(failing.run, rig.engine._binary.BatchTensors(), dict(vars(batch)), 0)
+    del batch
+    assert alive(given)
+    with pytest.raises(DeviceError, match="mark"):
+        rig.engine._inputs.keep((torch.zeros(1),), 0)
 
 
 def test_layers_from_a_sequence_that_makes_its_items() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import make_config, random_weights
+from support.models import EVERY_INT4, make_config, random_weights
 
 from eaglex.errors import ConfigError, ShapeError
 from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of
@@ -180,8 +180,16 @@ def test_other_words_are_refused(text) -> None:
         DraftQuant.parse(text)
 
 
-def test_auto_is_refused_with_its_reason() -> None:
-    with pytest.raises(ConfigError, match=r"^draft_quant: .* got auto: a choice needs the measured step times"):
+def test_int4_leaves_eight_bits_where_four_cost_most() -> None:
+    four = DraftQuant.parse("int4")
+    assert (four.head, four.mlp, four.qkv, four.o) == (Precision.FP8, Precision.INT4, Precision.INT4, Precision.FP8)
+    assert str(four) == "head=fp8,mlp=int4,qkv=int4,o=fp8"
+    assert DraftQuant.parse(str(four)) == four
+    assert DraftQuant.parse(EVERY_INT4) == DraftQuant.every(Precision.INT4)
+
+
+def test_auto_is_not_a_precision() -> None:
+    with pytest.raises(ConfigError, match=r"^draft_quant: .* got auto, which measures and so needs the weights"):
         DraftQuant.parse("auto")
 
 

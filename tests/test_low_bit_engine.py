@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.models import configs, make_config, random_weights, rejection, speculations
+from support.models import EVERY_INT4, configs, make_config, random_weights, rejection, speculations
 from support.raw import RawEngine
 from support.rig import Ask, Layout, Rig
 
@@ -36,7 +36,9 @@ def play(rig: Rig, cycles=SCHEDULE) -> int:
     return sum(rig.compare(rig.cycle(list(cycle))) for cycle in cycles)
 
 
-@pytest.mark.parametrize("quant", ["fp8", "int4", "head=int4,mlp=fp8", "mlp=int4,qkv=fp8", "o=int4", "qkv=int4,o=fp8"])
+@pytest.mark.parametrize(
+    "quant", ["fp8", EVERY_INT4, "head=int4,mlp=fp8", "mlp=int4,qkv=fp8", "o=int4", "qkv=int4,o=fp8"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_each_part(quant, dtype, layers) -> None:
@@ -62,7 +64,7 @@ def test_equals_the_reference(config, speculation, quant, seed) -> None:
     rig.compare_pool()
 
 
-@pytest.mark.parametrize("quant", ["fp8", "int4"])
+@pytest.mark.parametrize("quant", ["fp8", EVERY_INT4])
 def test_rejection_sampling(quant) -> None:
     config = make_config(**WIDE)
     rig = Rig(config, rejection(3), weights=quantize(random_weights(config), DraftQuant.parse(quant)))
@@ -82,7 +84,7 @@ def with_scales(weights, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_int4_scales_of_other_types(dtype) -> None:
     config = make_config(**WIDE)
-    weights = with_scales(quantize(random_weights(config), DraftQuant.parse("int4")), dtype)
+    weights = with_scales(quantize(random_weights(config), DraftQuant.parse(EVERY_INT4)), dtype)
     assert play(Rig(config, TREE, weights=weights)) >= 4
 
 
@@ -139,7 +141,7 @@ BAD = {
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
 def test_a_packed_matrix_that_does_not_fit(change, message) -> None:
     config = make_config(**WIDE)
-    raw = RawEngine(Rig(config, TREE, weights=quantize(random_weights(config), DraftQuant.parse("int4"))))
+    raw = RawEngine(Rig(config, TREE, weights=quantize(random_weights(config), DraftQuant.parse(EVERY_INT4))))
     values, scales = change(raw.rig.weights.lm_head)
     with pytest.raises(ShapeError, match=rf"^{message}"):
         raw.weights.lm_head = PackedWeight(values=values, scales=scales)

@@ -1,10 +1,11 @@
 """What few bits cost a draft: agreement of logits on given rows, and accept length on a pair of models.
 
-    python tools/precision.py shapes                  random weights of real shapes, teacher-forced
+    python tools/precision.py shapes --shrink 1       random weights of real shapes, teacher-forced
     python tools/precision.py pair models/tiny        a pair's own: teacher-forced on its texts, and accept length
+    python tools/precision.py auto --device cuda      what --draft-quant auto measures and chooses for random weights
 
-Prints Markdown tables, part by part; `--output FILE` writes the figures as JSON as well. Everything runs in float32 on
-the CPU with bfloat16 weights, so that only the precision of the matrices differs.
+Prints Markdown tables, part by part; `--output FILE` writes the figures as JSON as well. The first two run in float32
+on the CPU with bfloat16 weights, so that only the precision of the matrices differs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,19 +25,22 @@ from torch import Tensor
 from eaglex import checkpoint, reference
 from eaglex.config import DraftConfig, RopeConfig, SpeculationConfig
 from eaglex.hot_vocab import HotVocab, cut
-from eaglex.packed import DraftQuant, part_of
+from eaglex.packed import DraftQuant, Precision, part_of
 from eaglex.quantize import quantize
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
 
-QUANTS = ("fp8", "int4", *(f"{part}={bits}" for part in ("head", "mlp", "qkv", "o") for bits in ("fp8", "int4")))
-MIXED = ("head=int4,mlp=int4,qkv=fp8,o=fp8", "head=fp8,mlp=int4,qkv=int4,o=fp8")
+PARTS = ("head", "mlp", "qkv", "o")
+EVERY_INT4 = ",".join(f"{part}=int4" for part in PARTS)  # `int4` itself is FP8 in head and o
+QUANTS = ("fp8", "int4", EVERY_INT4, *(f"{part}={bits}" for part in PARTS for bits in ("fp8", "int4")))
+MIXED = ("head=int4,mlp=int4,qkv=fp8,o=fp8",)
 # hidden, intermediate, heads, kv heads, head_dim
 SHAPES = {
     "Llama-3.1-8B": (4096, 14336, 32, 8, 128),
     "gpt-oss-120b": (2880, 17280, 64, 8, 64),
+    "Llama-3-70B": (8192, 28672, 64, 8, 128),
     "Kimi-K2": (7168, 18432, 64, 8, 128),
 }
-DRAFT_VOCAB = 32000
+DRAFT_VOCAB, EMBEDDED = 32000, 1024  # rows of the embedding that no input names would only take memory
 GAINS = {"lm_head": 2.0, "o_proj": 0.5, "down_proj": 0.5}  # logits of deviation 2, residual branches below the stream
 
 
@@ -69,10 +74,7 @@ def teacher_forced(config: DraftConfig, weights: DraftWeights, aux: Tensor, ids:
 
 
 def random_draft(name: str, shrink: int, freedom: float | None, seed: int = 0) -> tuple[DraftConfig, DraftWeights]:
-    """A draft of that shape with every size divided by `shrink`; normal weights, or Student's t of that freedom.
-
-    The embedding has as many rows as the draft vocabulary: rows that no input names would only take memory.
-    """
+    """A draft of that shape with every size divided by `shrink`; normal weights, or Student's t of that freedom."""
     hidden, intermediate, heads, kv_heads, head_dim = SHAPES[name]
     config = DraftConfig(
         hidden_size=hidden // shrink,
@@ -88,7 +90,10 @@ def random_draft(name: str, shrink: int, freedom: float | None, seed: int = 0) -
     )
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for tensor, size in expected_shapes(config).items():
+    sizes = expected_shapes(config) | {"embed_tokens": (EMBEDDED, config.hidden_size)}
+    for tensor, size in sizes.items():
+        if tensor == "d2t":
+            continue
         noise = torch.randn(size, generator=generator)
         if freedom is not None and part_of(tensor) is not None:  # t = normal / sqrt(chi² / freedom), unit variance
             chi = torch.zeros(size)
@@ -99,7 +104,7 @@ def random_draft(name: str, shrink: int, freedom: float | None, seed: int = 0) -
             noise = 1 + 0.2 * noise
         elif tensor != "embed_tokens":
             noise *= GAINS.get(tensor.split(".")[-1], 1.0) / size[1] ** 0.5
-        tensors[tensor] = noise.bfloat16().float()
+        tensors[tensor] = noise.copy_(noise.bfloat16())
     names = [field.name for field in dataclasses.fields(LayerWeights)]
     layer: dict[str, Any] = {n: tensors.get(f"layers.0.{n}") for n in names}
     return config, DraftWeights(
@@ -113,21 +118,64 @@ def shapes(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in arguments.shape or SHAPES:
         for freedom in (None, 5.0):
+            if arguments.weights not in (None, "normal" if freedom is None else "t5"):
+                continue
             config, weights = random_draft(name, arguments.shrink, freedom)
             generator = torch.Generator().manual_seed(1)
             aux = torch.randn(arguments.rows, config.aux_width, generator=generator)
-            ids = torch.randint(config.vocab_size, (arguments.rows,), generator=generator)
+            ids = torch.randint(EMBEDDED, (arguments.rows,), generator=generator)
             plain = teacher_forced(config, weights, aux, ids)
-            label = f"{name} / {arguments.shrink}, {'normal' if freedom is None else f't({freedom:g})'} weights"
+            size = name if arguments.shrink == 1 else f"{name} / {arguments.shrink}"
+            label = f"{size}, {'normal' if freedom is None else f't({freedom:g})'} weights"
             print(f"\n{label}: {config.hidden_size}/{config.intermediate_size}, {arguments.rows} rows\n")
-            print("| draft_quant | same best token | cosine of logits | KL, nats |\n|---|---|---|---|")
+            print("| draft_quant | same best token | cosine of logits | KL, nats |\n|---|---|---|---|", flush=True)
             rows = found[label] = {}
+            made = {bits: quantize(weights, DraftQuant.every(bits)) for bits in (Precision.FP8, Precision.INT4)}
             for quant in arguments.draft_quant or (*QUANTS, *MIXED):
-                made = quantize(weights, DraftQuant.parse(quant))
-                a = Agreement.of(teacher_forced(config, made, aux, ids), plain)
+                mixed = _mixed(weights, made, DraftQuant.parse(quant))
+                a = Agreement.of(teacher_forced(config, mixed, aux, ids), plain)
                 rows[quant] = dataclasses.asdict(a)
                 print(f"| {quant} | {a.top1:.1%} | {a.cosine:.5f} | {a.kl:.5f} |", flush=True)
     return found
+
+
+def auto(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The lines of a choice, per shape, on stand-ins for a target's states: what a server's start would say."""
+    from eaglex.hosts import auto_quant
+    from eaglex.hosts.calibration import stand_ins
+    from eaglex.hosts.draft_slots import to_device
+
+    device, found = torch.device(arguments.device), dict[str, Any]()
+    speculation = SpeculationConfig(num_steps=arguments.num_steps)
+    for name in arguments.shape or SHAPES:
+        config, weights = random_draft(name, arguments.shrink, None)
+        named = {f.name: getattr(weights.layers[0], f.name) for f in dataclasses.fields(LayerWeights)}
+        weights = to_device(
+            DraftWeights(
+                embed_tokens=weights.embed_tokens.bfloat16().repeat(-(-config.vocab_size // EMBEDDED), 1)[
+                    : config.vocab_size
+                ],
+                fc=weights.fc.bfloat16(), aux_norms=[], norm=weights.norm.bfloat16(),
+                layers=[LayerWeights(**{field: tensor.bfloat16() for field, tensor in named.items()})],
+                lm_head=weights.lm_head.bfloat16(),
+            ),
+            device,
+        )  # fmt: skip
+        begun = time.perf_counter()
+        choice = auto_quant.choose(config, weights, speculation, text=stand_ins(config, weights), device=device)
+        found[name] = {"quant": str(choice.quant), "lines": choice.lines, "seconds": time.perf_counter() - begun}
+        print(f"\n{name} / {arguments.shrink}, {found[name]['seconds']:.1f} s", *choice.lines, sep="\n", flush=True)
+    return found
+
+
+def _mixed(weights: DraftWeights, made: dict[Precision, DraftWeights], quant: DraftQuant) -> DraftWeights:
+    """`quantize(weights, quant)` out of matrices that are packed already."""
+
+    def of(name: str) -> DraftWeights:
+        return made.get(quant.of(name) or Precision.NONE, weights)
+
+    layer = {f.name: getattr(of(f.name).layers[0], f.name) for f in dataclasses.fields(LayerWeights)}
+    return dataclasses.replace(weights, layers=[LayerWeights(**layer)], lm_head=of("lm_head").lm_head)
 
 
 # --------------------------------------------------------------------------------------------------------------- a pair
@@ -270,6 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     one.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
     one.add_argument("--shrink", type=int, default=4, help="divide every size by this (default 4)")
     one.add_argument("--rows", type=int, default=256, help="default 256")
+    one.add_argument("--weights", choices=("normal", "t5"), help="their distribution; default: both, one after another")
     one.set_defaults(run=shapes)
     two = kinds.add_parser("pair", help="a folder with target/, draft/ and prompts.json")
     two.add_argument("folder")
@@ -279,7 +328,13 @@ def main(arguments: list[str] | None = None) -> int:
     two.add_argument("--hot-vocab", action="append", metavar="N|FILE|N:FILE", help="a smaller head as well")
     two.add_argument("--num-steps", type=int, default=5, help="default 5")
     two.set_defaults(run=pair)
-    for sub in (one, two):
+    three = kinds.add_parser("auto", help="the choice of --draft-quant auto")
+    three.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
+    three.add_argument("--shrink", type=int, default=1, help="divide every size by this (default 1)")
+    three.add_argument("--device", default="cuda", help="default cuda")
+    three.add_argument("--num-steps", type=int, default=5, help="default 5")
+    three.set_defaults(run=auto)
+    for sub in (one, two, three):
         sub.add_argument("--draft-quant", action="append", metavar="P", help="only these, as eaglex takes them")
         sub.add_argument("--output", help="JSON file for the figures")
     options = parser.parse_args(arguments)

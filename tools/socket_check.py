@@ -212,27 +212,39 @@ def serve_single(plan: Plan) -> None:
     plan.say(f"{sum(process.has('.json') for process in plan.single)} of {len(plan.single)} have served")
 
 
+def busy_cores(over: float = 0.5) -> float:
+    """How many cores the whole machine keeps busy, over so many seconds; the load of a minute ago says nothing."""
+
+    def idle() -> float:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()  # cpu, user, nice, system, idle, iowait, ...
+        return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
+
+    begun, before = time.monotonic(), idle()
+    time.sleep(over)
+    return (os.cpu_count() or 1) - (idle() - before) / (time.monotonic() - begun)
+
+
 def quiet() -> bool:
-    """A quarter of the cores at most is busy, by the load of the last minute."""
-    return os.getloadavg()[0] <= len(os.sched_getaffinity(0)) / 4
+    """A quarter of the cores at most is busy."""
+    return busy_cores() <= (os.cpu_count() or 1) / 4
 
 
 def measure(plan: Plan) -> dict[str, list[Any]]:
-    """Rounds of each algorithm, with the load that each began at; what is not there by the deadline is left out.
+    """Rounds of each algorithm, with how many cores were busy at its begin; what is not there in time is left out.
 
-    They wait for the load to fall while more time is left than SECONDS_TO_TIME.
+    They wait for the cores to be quiet while more time is left than SECONDS_TO_TIME.
     """
     taken: dict[str, list[Any]] = {algorithm: [] for algorithm in ALGORITHMS}
     if not until(lambda: all(process.has(".ready") for process in plan.timed.values()), plan.left()):
         return taken
-    plan.say(f"times: {'quiet' if until(quiet, plan.left('TIME')) else 'NOT quiet'}, load {os.getloadavg()[0]:.1f}")
+    plan.say(f"times: {'quiet' if until(quiet, plan.left('TIME')) else 'NOT quiet'}, {busy_cores():.1f} cores busy")
     for number, (algorithm, process) in itertools.product(range(ROUNDS), plan.timed.items()):
-        load = round(os.getloadavg()[0], 1)
+        busy = round(busy_cores(), 1)
         process.go(number)
         done = f".round{number}"
         until(lambda process=process, done=done: process.has(done) or process.over, plan.left())
         if process.has(done):
-            taken[algorithm].append({"load": load} | json.loads(process.result.with_suffix(done).read_text()))
+            taken[algorithm].append({"busy_cores": busy} | json.loads(process.result.with_suffix(done).read_text()))
             plan.say(f"{algorithm} round {number}: {json.dumps(taken[algorithm][-1])}")
     return taken
 

@@ -121,14 +121,14 @@ void DeviceBridge::push(const LaneList& lanes, const DraftResults& results, Verd
   const Terms& terms = group_.terms();
   const TreeSource source = {results, terms.num_slots, channel_.shape.num_drafted, terms.vocab_size, terms.num_steps};
   launch_push(channel_, source, lanes, verdict, stream);
-  after_push(channel_.shape.bytes(static_cast<std::uint32_t>(lanes.count)), stream);
+  after_push(lanes.count, stream);
 }
 
 std::optional<Verdict> DeviceBridge::receive(const LaneList& lanes, const DraftResults& results, Stream stream) {
   expect(!sends(), ErrorCode::kBridge, "receive", "a rank above 0", group_.rank());
   admit(lanes, "receive");
   const OnDevice here(setup_.device);
-  before_receive(channel_.shape.bytes(static_cast<std::uint32_t>(lanes.count)), stream);
+  before_receive(lanes.count, stream);
   launch_receive(channel_, results, group_.terms().num_slots, lanes, stream);
   return std::nullopt;
 }
@@ -158,14 +158,19 @@ void DeviceBridge::end_by(PushCode code) {
   }
 }
 
-Counters DeviceBridge::counters() const {
+PushState DeviceBridge::state() const {
   const OnDevice here(setup_.device);
-  PushState state{};
-  check_cuda(cudaMemcpyAsync(&state, state_.get(), sizeof state, cudaMemcpyDeviceToHost, stream_.get()), "counters");
+  PushState found{};
+  check_cuda(cudaMemcpyAsync(&found, state_.get(), sizeof found, cudaMemcpyDeviceToHost, stream_.get()), "counters");
   check_cuda(cudaStreamSynchronize(stream_.get()), "counters");
+  return found;
+}
+
+Counters DeviceBridge::counters() const {
+  const PushState now = state();
   Counters found;
-  (group_.rank() == 0 ? found.pushed : found.received) = static_cast<std::int64_t>(state.epoch);
-  found.drafts = static_cast<std::int64_t>(state.drafts);
+  (group_.rank() == 0 ? found.pushed : found.received) = static_cast<std::int64_t>(now.epoch);
+  found.drafts = static_cast<std::int64_t>(now.drafts);
   return found;
 }
 

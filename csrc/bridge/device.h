@@ -64,8 +64,8 @@ class DeviceBridge : public Bridge {
  protected:
   // Of the transport: reaching the others, its own work around the kernels, and its end.
   virtual void open(const std::vector<std::string>& offers) = 0;
-  virtual void before_receive(std::size_t /*bytes*/, Stream /*stream*/) {}
-  virtual void after_push(std::size_t /*bytes*/, Stream /*stream*/) {}
+  virtual void before_receive(int /*lanes*/, Stream /*stream*/) {}
+  virtual void after_push(int /*lanes*/, Stream /*stream*/) {}
   // Called by the watching thread: throws through group().end() where the transport has failed, and leaves all waits
   // when the group has ended.
   virtual void look() {}
@@ -77,8 +77,9 @@ class DeviceBridge : public Bridge {
   [[nodiscard]] bool sends() const { return group_.rank() == 0; }
   [[nodiscard]] int device() const { return setup_.device; }
   [[nodiscard]] double seconds() const { return std::chrono::duration<double>(deadline_.load()).count(); }
-  [[nodiscard]] const PushStatus& status() const { return *status_; }
   [[nodiscard]] PushChannel& channel() { return channel_; }
+  // What the device counts, as of now: waits for a copy, not for other streams.
+  [[nodiscard]] PushState state() const;
 
  private:
   void watch();

@@ -54,14 +54,33 @@ struct MessageShape {
 
 // The cycle's requests as this rank knows them, in the memory that the results are in. A draft of this cycle is for
 // lens + num_valid where a host has those two, else for lens.
+struct LaneIds {
+  std::int32_t count = 0;
+  IdView slots;                             // [count]
+  IdView lens;                              // [count]
+  const std::int32_t* num_valid = nullptr;  // [count] or absent
+
+  [[nodiscard]] constexpr std::int64_t slot(std::int32_t i) const { return slots[i]; }
+  [[nodiscard]] constexpr std::int64_t new_len(std::int32_t i) const {
+    return lens[i] + (num_valid != nullptr ? num_valid[i] : 0);
+  }
+};
+
+// The same as a call brings it, or where a cycle's own graph finds it: in the parameter block, and then `count` is the
+// most that it may say.
 struct LaneList {
   std::int32_t count = 0;
-  const std::int64_t* slots = nullptr;      // [count]
-  const std::int64_t* lens = nullptr;       // [count]
-  const std::int32_t* num_valid = nullptr;  // [count] or absent
+  const std::int64_t* slots = nullptr;
+  const std::int64_t* lens = nullptr;
+  const std::int32_t* num_valid = nullptr;
+  const DraftBatch* block = nullptr;
 
   [[nodiscard]] constexpr std::int64_t new_len(std::int32_t i) const {
     return lens[i] + (num_valid != nullptr ? num_valid[i] : 0);
+  }
+  [[nodiscard]] constexpr LaneIds ids() const {
+    if (block != nullptr) return {block->batch, block->req_pool_indices, block->seq_lens, block->num_valid};
+    return {count, {nullptr, slots}, {nullptr, lens}, num_valid};
   }
 };
 

@@ -2,10 +2,12 @@
 // Every wait is ours: the communicator is non-blocking, its errors are asked for, and an abort ends kernels that hang.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <future>
+#include <new>
 
 #include "bridge/device.h"
 #include "bridge/nccl_library.h"
@@ -51,6 +53,8 @@ class NcclBridge final : public DeviceBridge {
       settle();
       abort(comm, true);
     }
+    look_stream_.reset();
+    static_cast<void>(cudaFreeHost(seen_));
   }
 
   [[nodiscard]] std::string offer() override {
@@ -81,21 +85,25 @@ class NcclBridge final : public DeviceBridge {
     comm_ = comm;
     finish(result, "communicator");
     warm_up();
+    void* seen = nullptr;
+    check_cuda(cudaHostAlloc(&seen, sizeof(PushState), cudaHostAllocPortable), "nccl: memory");
+    seen_ = new (seen) PushState{};
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+    look_stream_.reset(stream);
   }
 
-  void before_receive(std::size_t bytes, Stream stream) override {
+  void before_receive(int lanes, Stream stream) override {
     launch_mark(channel(), Mark::kBegun, stream);
-    broadcast(bytes, stream);
+    broadcast(lanes, stream);
   }
-  void after_push(std::size_t bytes, Stream stream) override {
-    broadcast(bytes, stream);
+  void after_push(int lanes, Stream stream) override {
+    broadcast(lanes, stream);
     launch_mark(channel(), Mark::kDone, stream);
   }
 
   // Its kernels know no deadline, so this does.
   void look() override {
-    const volatile PushStatus& now = status();
-    const std::uint64_t begun = now.begun;
     if (const Comm comm = comm_; comm != nullptr) {
       int error = kNcclSuccess;
       const int result = library_.comm_async_error(comm, &error);
@@ -104,8 +112,9 @@ class NcclBridge final : public DeviceBridge {
           group().end(culprit(), concat("nccl: ", library_.error_string(found)));
       }
     }
-    if (begun <= now.done || begun != waited_for_) {
-      waited_for_ = begun;
+    const Progress now = last_seen();
+    if (now.begun <= now.done || now.begun != waited_for_) {
+      waited_for_ = now.begun;
       waits_since_ = Clock::now();
       return;
     }
@@ -118,10 +127,35 @@ class NcclBridge final : public DeviceBridge {
   }
 
  private:
-  void broadcast(std::size_t bytes, Stream stream) {
+  // Messages that this side has begun to send or to wait for, and that have gone or come.
+  struct Progress {
+    std::uint64_t begun = 0, done = 0;
+  };
+  [[nodiscard]] Progress progress(const PushState& state) const {
+    return sends() ? Progress{state.epoch, state.marked} : Progress{state.marked, state.epoch};
+  }
+  // As the last look has asked for it, since the watching thread must not wait for a device that hangs.
+  [[nodiscard]] Progress last_seen() {
+    const OnDevice here(device());
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the host may be capturing
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+    if (cudaStreamQuery(look_stream_.get()) == cudaSuccess) {
+      seen_now_ = *seen_;
+      static_cast<void>(
+          cudaMemcpyAsync(seen_, channel().state, sizeof *seen_, cudaMemcpyDeviceToHost, look_stream_.get()));
+    }
+    static_cast<void>(cudaGetLastError());  // a real one surfaces at the next launch
+    return progress(seen_now_);
+  }
+
+  // As many bytes on all ranks, although rank 0's graph is for up to `lanes` of them and the others know how many there
+  // are: the next power of two, since the sizes that cycles are captured for divide at those.
+  void broadcast(int lanes, Stream stream) {
     const Comm comm = comm_;
     if (comm == nullptr) return;  // the next check() says why
-    const std::size_t whole = packets_of(bytes) * 8;
+    const MessageShape shape = channel().shape;
+    const auto whole_lanes = std::min(std::bit_ceil(static_cast<unsigned>(lanes)), static_cast<unsigned>(shape.max_lanes));
+    const std::size_t whole = packets_of(shape.bytes(whole_lanes)) * 8;
     std::byte* const message = channel().staging;
     finish(library_.broadcast(message, message, whole, kNcclBytes, 0, comm, stream), "broadcast");
   }
@@ -154,7 +188,7 @@ class NcclBridge final : public DeviceBridge {
     const OwnStream owner(stream);
     const Time deadline =
         Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds()));
-    for (const std::size_t bytes : {shape.bytes(1), shape.max_bytes()}) broadcast(bytes, stream);
+    for (const int lanes : {1, shape.max_lanes}) broadcast(lanes, stream);
     cudaError_t state = cudaErrorNotReady;
     while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady) {
       if (Clock::now() > deadline) {
@@ -168,9 +202,9 @@ class NcclBridge final : public DeviceBridge {
 
   // What this side has begun may end in its own time, which is short where the group is well.
   void settle() {
-    const volatile PushStatus& now = status();
     const Time until = Clock::now() + kAbort;
-    while (now.done < now.begun && Clock::now() < until) std::this_thread::sleep_for(kPoll);
+    for (Progress now = progress(state()); now.done < now.begun && Clock::now() < until; now = progress(state()))
+      std::this_thread::sleep_for(kPoll);
   }
 
   void abort(Comm comm, bool wait) {
@@ -192,6 +226,9 @@ class NcclBridge final : public DeviceBridge {
 
   NcclLibrary library_;
   std::atomic<Comm> comm_ = nullptr;
+  OwnStream look_stream_;
+  PushState* seen_ = nullptr;  // pinned
+  PushState seen_now_{};
   std::uint64_t waited_for_ = 0;
   Time waits_since_{};
 };

@@ -45,9 +45,6 @@ struct alignas(64) PushStatus {
   std::uint32_t padding = 0;
   std::int64_t expected = 0, got = 0;  // kSplit
   std::uint64_t epoch = 0;             // of the failure
-  // Messages that this side has begun to send or take, and has finished; only without inboxes, where the host watches
-  // over deadlines. A word for the host costs a kernel about a microsecond at its end.
-  std::uint64_t begun = 0, done = 0;
   alignas(64) std::uint32_t stop = 0;  // nonzero: the group has ended, leave every wait
 };
 
@@ -56,6 +53,9 @@ struct PushState {
   std::uint64_t epoch;
   std::uint64_t drafts;  // of the messages so far, with a verdict "draft"
   std::uint64_t failed;
+  // Without inboxes, where the host watches over deadlines: on rank 0 the last message that has gone, elsewhere the last
+  // that was begun to wait for. In device memory, since a word for the host costs a kernel a microsecond at its end.
+  std::uint64_t marked;
   std::uint64_t acked[kMaxRanks];  // rank 0: the last acknowledgement seen of each receiver
 };
 
@@ -69,8 +69,8 @@ struct PushChannel {
   const std::uint64_t* acks = nullptr;  // rank 0: [receivers], an epoch up to which each has taken all
   const Packet* inbox = nullptr;        // elsewhere: this rank's own
   std::uint64_t* ack = nullptr;         // elsewhere: this rank's word for rank 0
-  Packet* inboxes[kMaxRanks] = {};      // rank 0: each receiver's
   std::byte* staging = nullptr;         // one message of max_bytes(), rounded up to 8
+  Packet* inboxes[kMaxRanks] = {};      // rank 0: each receiver's
   PushStatus* status = nullptr;
   std::uint64_t deadline_ns = 0;
   bool overlaps = false;  // launches may begin while the kernel in front of them ends (PDL, from sm_90 on)

@@ -10,12 +10,13 @@ class ShmBridge final : public Bridge {
 
   [[nodiscard]] const char* transport() const noexcept override { return "shm"; }
 
-  void push(const LaneList& lanes, const DraftResults& results, Verdict verdict, Stream /*stream*/) override {
+  void push(const LaneList& given, const DraftResults& results, Verdict verdict, Stream /*stream*/) override {
+    const LaneIds lanes = given.ids();
     const Terms& terms = group_.terms();
     expect(group_.rank() == 0, ErrorCode::kBridge, "push", "rank 0", group_.rank());
     group_.check();
     expect_range("push lanes", lanes.count, 1, terms.max_lanes);
-    for (std::int32_t i = 0; i < lanes.count; ++i) expect_range("push slot", lanes.slots[i], 0, terms.num_slots - 1);
+    for (std::int32_t i = 0; i < lanes.count; ++i) expect_range("push slot", lanes.slot(i), 0, terms.num_slots - 1);
     const std::span<std::byte> out = group_.messages().reserve(Clock::now() + deadline_, [this] { watch_readers(); });
     if (out.empty()) group_.end(slowest(), concat("it took no message of rank 0 within ", seconds(), " s"));
     ++epoch_;
@@ -25,7 +26,7 @@ class ShmBridge final : public Bridge {
     *message.header = {epoch_, verdict, count};
     const TreeSource source = {results, terms.num_slots, shape.num_drafted, terms.vocab_size, terms.num_steps};
     for (std::int32_t i = 0; i < lanes.count; ++i) {
-      pack_lane(source, lanes.slots[i], lanes.new_len(i), verdict, message.lanes + i,
+      pack_lane(source, lanes.slot(i), lanes.new_len(i), verdict, message.lanes + i,
                 message.nodes + static_cast<std::ptrdiff_t>(i) * shape.num_drafted);
       // Rank 0 itself must verify what it has sent and nothing else: an older draft for the same length may lie there.
       unpack_lane(message.lanes[i], message.nodes + static_cast<std::ptrdiff_t>(i) * shape.num_drafted,

@@ -12,6 +12,14 @@
 
 namespace eaglex {
 
+// Behind the last step of a cycle: where to launch what is to follow it, and where its kernels find the batch, which has up
+// to `lanes` requests.
+struct CycleEnd {
+  const DraftBatch* batch = nullptr;
+  int lanes = 0;
+  Stream stream = nullptr;
+};
+
 class Backend {
  public:
   Backend() = default;
@@ -47,6 +55,9 @@ class Backend {
   // Runs `body` for at least that many lanes and rows; a backend with graphs rounds up to a bucket and replays what it
   // captured.
   virtual void replay(int lanes, int rows, const std::function<void(int lanes, int rows)>& body) = 0;
+
+  // To be asked within a cycle, a captured one too.
+  [[nodiscard]] virtual CycleEnd cycle_end() const { return {}; }
 
   // How long a call's tensors are read. mark() ends a call and gives its number: 0 where it has run already, kNever
   // where a host captures the stream, whose replays may read the tensors at any time. reached() is the number up to

@@ -23,6 +23,8 @@ class CpuBackend final : public Backend {
   void warm_up(const std::function<void(int, int)>&) override {}
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override { body(lanes, rows); }
 
+  [[nodiscard]] CycleEnd cycle_end() const override { return {&batch_, batch_.batch, nullptr}; }
+
   void admit() override;
   void fuse(const FuseParams& params) override;
   void qkv(const QkvParams& params) override;

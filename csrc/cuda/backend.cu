@@ -159,9 +159,10 @@ PlainWork CudaBackend::plain_work() const {
 // -------------------------------------------------------------------------------------------------- block and graphs
 
 void CudaBackend::begin(const DraftBatch& batch, Stream stream) {
-  if (fast_) fast_->check();
+  const DeviceGuard guard(device_);
   batch_ = batch;
   stream_ = static_cast<cudaStream_t>(stream);
+  if (fast_) fast_->check(stream_);
   launch_lanes_ = batch.batch;
   purpose_ = Purpose::kRun;
 }
@@ -180,6 +181,7 @@ std::uint64_t CudaBackend::reached() {
 void CudaBackend::warm_up(const std::function<void(int, int)>& body) {
   if (graphs_->captured()) return;
   const DeviceGuard guard(device_);
+  const RelaxedCapture relaxed;  // `run` may come here while its thread captures a stream of somebody else
   const cudaStream_t stream = stream_;
   const auto capture = [&](Graphs::Bucket size, cudaStream_t to) {
     stream_ = to;
@@ -211,6 +213,7 @@ void CudaBackend::rehearse(const std::function<void(Graphs::Bucket, cudaStream_t
   const EngineLimits& limits = context_.limits;
   const auto cycle = [&](int rows) {
     for (const bool readable : {true, false}) {
+      if (readable && !fast_) continue;  // the plain chain makes no difference
       readable_ = readable;
       graphs_->discard([&](cudaStream_t to) {
         launch_store_block(batch_, block_, to);

@@ -41,6 +41,7 @@ class CudaBackend : public Backend {
   void warm_up(const std::function<void(int, int)>& body) override;
   void replay(int lanes, int rows, const std::function<void(int, int)>& body) override;
 
+  [[nodiscard]] CycleEnd cycle_end() const override { return {block_.batch, lanes(), stream_}; }
   std::uint64_t mark(Stream stream) override;
   [[nodiscard]] std::uint64_t reached() override;
 
@@ -54,6 +55,9 @@ class CudaBackend : public Backend {
   void head(const HeadParams& params) override;
   void select(const SelectParams& params) override;
   void tree(const VerifyBatch& batch, Stream stream) override;
+
+ protected:
+  EngineContext context_;
 
  private:
   // Where the launches of a cycle go.
@@ -77,7 +81,6 @@ class CudaBackend : public Backend {
   int compute_major_ = 0;
   std::optional<DType> weight_type_;
   DType type_ = DType::kF32;
-  EngineContext context_;
   std::vector<void*> k_, v_;
   Chain chain_;
   DeviceBlock block_;

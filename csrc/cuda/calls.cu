@@ -5,28 +5,13 @@
 #include "cuda/common.cuh"
 
 namespace eaglex::cuda {
-namespace {
-
-// While this thread captures any stream in global mode (torch's default), asking an event would void that capture.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { EAGLEX_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the caller's
-};
-
-}  // namespace
-
 Calls::~Calls() {
   for (cudaEvent_t event : running_) static_cast<void>(cudaEventDestroy(event));
   for (cudaEvent_t event : idle_) static_cast<void>(cudaEventDestroy(event));
 }
 
 std::uint64_t Calls::mark(cudaStream_t stream) {
+  const RelaxedCapture relaxed;
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) return Backend::kNever;

@@ -11,6 +11,7 @@
 #include "core/error.h"
 #include "core/lane.h"
 #include "cuda/check.h"
+#include "cuda/guards.h"
 
 namespace eaglex::cuda {
 
@@ -33,25 +34,6 @@ void launch(const char* name, void (*kernel)(Params...), const Launch& shape, Ar
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
   check(cudaGetLastError(), name);
 }
-
-// Makes `device` current for one call into the backend, and gives the caller's back.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    EAGLEX_CUDA_CHECK(cudaGetDevice(&before_));
-    changed_ = before_ != device;
-    if (changed_) EAGLEX_CUDA_CHECK(cudaSetDevice(device));
-  }
-  ~DeviceGuard() {
-    if (changed_) static_cast<void>(cudaSetDevice(before_));
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 // What every kernel of the chain needs: the bound context by value, and the parameter block, which lies at a fixed
 // device address. drafting[s] says whether any lane still drafts in step s (0: the extend's last rows): cleared with

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "cuda/guards.h"
 #include "cuda/stream/check.h"
 #include "cuda/stream/steps.h"
 
@@ -27,8 +28,13 @@ bool wants_plain() {
   return true;
 }
 
-bool aligned(const TensorView& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
+bool aligned(const void* data) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
+}
+
+// What the kernels copy 16 bytes at a time besides matrices and the pool. Elsewhere they would fault, and the server.
+void expect_aligned(const char* field, const TensorView& tensor) {
+  expect(aligned(tensor.data), ErrorCode::kShape, field, "memory aligned to 16 bytes", tensor.data);
 }
 
 std::int64_t rows_of(const Linear& linear) {
@@ -71,7 +77,6 @@ class StreamChain final : public FastChain {
         pool_k_(setup.pool_k.begin(), setup.pool_k.end()),
         pool_v_(setup.pool_v.begin(), setup.pool_v.end()),
         attends_(stream::attends(stream::current_device(), context_.config.head_dim)) {
-    stream::check(cudaGetDevice(&device_), "device");
     const stream::DeviceLimits device = stream::current_device();
     const stream::StreamNeeds needs = needs_of(setup);
     for (const Linear& linear : setup.weights) {
@@ -100,19 +105,18 @@ class StreamChain final : public FastChain {
     return context_.config.num_layers > 1 || !frontier_fits || !only_skinny_.contains(matrix);
   }
 
-  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: with the device at rest both
-  // are put right by two words of its memory.
-  void check() const override {
+  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so far (they
+  // follow one another, on whatever streams) both are put right in the device's memory.
+  void check(cudaStream_t to) const override {
     if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
+    cudaStreamCaptureStatus capture{};
+    stream::check(cudaStreamIsCapturing(to, &capture), "cudaStreamIsCapturing");
+    if (capture != cudaStreamCaptureStatusNone) return;
+    const cuda::RelaxedCapture relaxed;
     const std::size_t counters = static_cast<std::size_t>(stream::num_counters(plan_.needs)) * sizeof(std::uint32_t);
-    const std::int32_t yes = 1;
-    int before = 0;
-    stream::check(cudaGetDevice(&before), "device");
-    stream::check(cudaSetDevice(device_), "device");
-    stream::check(cudaDeviceSynchronize(), "waiting for launches that are void");
-    stream::check(cudaMemset(plan_.counters, 0, counters), "clearing counters");
-    stream::check(cudaMemcpy(plan_.never_wait, &yes, sizeof yes, cudaMemcpyHostToDevice), "switching reductions");
-    stream::check(cudaSetDevice(before), "device");
+    stream::check(cudaMemsetAsync(plan_.counters, 0, counters, to), "clearing counters");
+    stream::check(cudaMemsetAsync(plan_.never_wait, 1, sizeof(*plan_.never_wait), to), "switching reductions");
+    stream::check(cudaStreamSynchronize(to), "waiting for launches that are void");
     *static_cast<volatile std::uint32_t*>(plan_.failed) = 0;
     fail(
         ErrorCode::kDevice, "streaming kernels: expected all blocks of a launch to run at once, got one that waited ",
@@ -123,6 +127,9 @@ class StreamChain final : public FastChain {
   bool fuse(const FuseParams& params, cudaStream_t to) override {
     FuseParams launch = params;
     launch.fc = tiled(params.fc);
+    const DraftConfig& config = context_.config;
+    const int norms = config.aux_norm == AuxNorm::kNone ? 0 : config.aux_norm == AuxNorm::kWhole ? 1 : config.num_aux;
+    for (int i = 0; i < norms; ++i) expect_aligned("aux_norms", params.aux_norms[i]);
     return in_parts(launch.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
       launch.rows = rows;
       stream::launch_fuse(plan, launch, context_, batch_, to);
@@ -132,6 +139,11 @@ class StreamChain final : public FastChain {
   bool qkv(const QkvParams& params, cudaStream_t to) override {
     QkvParams launch = params;
     launch.qkv = tiled(params.qkv);
+    expect_aligned("input_layernorm", params.input_layernorm);
+    if (params.layer == 0) {
+      expect_aligned("hidden_norm", params.hidden_norm);
+      expect_aligned("embed_tokens", params.embed_tokens);
+    }
     if (params.parts == QkvParts::kKeyValue) {
       return in_parts(params.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
         launch.rows = rows;
@@ -166,6 +178,7 @@ class StreamChain final : public FastChain {
 
   bool gate_up(const GateUpParams& params, cudaStream_t to) override {
     if (!takes(params.rows)) return false;
+    expect_aligned("post_attention_layernorm", params.norm);
     GateUpParams launch = params;
     launch.gate_up = tiled(params.gate_up);
     stream::launch_gate_up(plan_for(params.rows), launch, context_, to);
@@ -175,6 +188,7 @@ class StreamChain final : public FastChain {
   bool head(const HeadParams& params, cudaStream_t to) override {
     pending_.reset();
     if (!takes(params.rows)) return false;
+    expect_aligned("norm", params.norm);
     HeadParams launch = params;
     launch.lm_head = tiled(params.lm_head);
     const int blocks = stream::launch_head(plan_for(params.rows), launch, context_, to);
@@ -233,7 +247,6 @@ class StreamChain final : public FastChain {
 
   EngineContext context_;
   const DraftBatch* batch_;
-  int device_ = 0;
   std::vector<void*> pool_k_, pool_v_;
   bool attends_;
   std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
@@ -253,10 +266,13 @@ std::string FastChain::refusal(const Setup& setup) {
     for (int i = 0; i < linear.num_parts; ++i) {
       const Matrix& part = linear.parts[i];
       if (part.dtype != DType::kBF16 && !part.packed()) return concat("weights of ", name_of(part.dtype));
-      if (!aligned(part)) return "a matrix that is not aligned to 16 bytes";
+      if (!aligned(part.data)) return "a matrix that is not aligned to 16 bytes";
       if (part.shape[1] % kKMultiple != 0) return concat("a matrix of ", part.shape[1], " columns");
     }
   }
+  const auto is_aligned = [](const void* layer) { return aligned(layer); };
+  if (!std::ranges::all_of(setup.pool_k, is_aligned)) return "draft_k that is not aligned to 16 bytes";
+  if (!std::ranges::all_of(setup.pool_v, is_aligned)) return "draft_v that is not aligned to 16 bytes";
   for (const int k : {config.hidden_size, config.target_hidden_size}) {
     if (k % kKMultiple != 0) return concat("hidden size ", k);
   }

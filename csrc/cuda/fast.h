@@ -1,6 +1,6 @@
 // The steps as weight-streaming kernels (csrc/cuda/stream), chained by programmatic dependent launch. CudaBackend asks
 // it first and takes the plain chain for what it leaves: whole drafts that it cannot stream, and launches of more than
-// 64 rows.
+// 64 rows (fuse and K, V of an extend: of more than 384).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,9 +46,10 @@ class FastChain {
   [[nodiscard]] static bool reads(const DraftBatch& batch) noexcept;
   // Whether the plain chain may still be asked for a product with this matrix of Setup::weights.
   [[nodiscard]] virtual bool reads_original(const void* matrix) const = 0;
-  // Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was drafted since the last call is
-  // void. From then on no block waits. Waits for the device only in that case.
-  virtual void check() const = 0;
+  // Before a cycle on `stream`. Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was
+  // drafted since the last call is void. From then on no block waits. Waits for the stream only in that case; while the
+  // stream is captured, which must not be waited for, it leaves the error to the call after.
+  virtual void check(cudaStream_t stream) const = 0;
 
   // Launches the step and returns true, or returns false: a launch for the plain chain.
   virtual bool fuse(const FuseParams& params, cudaStream_t stream) = 0;

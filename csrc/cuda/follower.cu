@@ -1,26 +1,15 @@
 // `tree` for a rank that does not draft: the kernel of the draft's own backend, without weights, workspace or graphs.
 #include "cuda/backend.h"
 #include "cuda/factory.h"
-#include "cuda/kernels.h"
 
 namespace eaglex::cuda {
 namespace {
 
+// Nothing but the context is bound: `tree` needs no more, and nothing else may be called.
 class Follower final : public CudaBackend {
  public:
-  explicit Follower(int device) : CudaBackend(device), device_(device) {
-    EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device));
-  }
+  using CudaBackend::CudaBackend;
   void bind(const EngineContext& context) override { context_ = context; }
-  void tree(const VerifyBatch& batch, Stream stream) override {
-    const DeviceGuard guard(device_);
-    launch_tree(context_, batch, num_sms_, static_cast<cudaStream_t>(stream));
-  }
-
- private:
-  int device_;
-  int num_sms_ = 0;
-  EngineContext context_;
 };
 
 }  // namespace

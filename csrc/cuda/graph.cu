@@ -143,6 +143,7 @@ int Graphs::find(int lanes, int rows) const noexcept {
 
 void Graphs::wait_for_entry(cudaStream_t stream) const {
   if (ring_->read + kDepth > launched_) return;
+  const RelaxedCapture relaxed;
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
   while (ring_->read + kDepth <= launched_) {
     const cudaError_t status = cudaStreamQuery(stream);

@@ -1,6 +1,9 @@
 #include "draft/engine.h"
 
+#include <utility>
 #include <vector>
+
+#include "core/error.h"
 
 namespace eaglex {
 
@@ -51,21 +54,34 @@ DraftBatch DraftEngine::admit(const BatchTensors& batch) const {
   return batch.check(context.config, context.speculation, context.limits, backend_->device());
 }
 
+void DraftEngine::end_with(Tail tail) {
+  expect(!begun_, ErrorCode::kConfig, "engine", "one that has not run, since its graphs are captured", "one that has");
+  tail_ = std::move(tail);
+}
+
+void DraftEngine::cycle(int lanes, int rows) const {
+  loop_.cycle(lanes, rows);
+  if (tail_) tail_(backend_->cycle_end());
+}
+
 void DraftEngine::enqueue(const BatchTensors& batch, Stream stream) {
   const DraftBatch block = admit(batch);
+  begun_ = true;
   backend_->begin(block, stream);
-  loop_.cycle(block.batch, block.num_rows);
+  cycle(block.batch, block.num_rows);
 }
 
 void DraftEngine::warm_up() {
-  backend_->warm_up([this](int lanes, int rows) { loop_.cycle(lanes, rows); });
+  begun_ = true;
+  backend_->warm_up([this](int lanes, int rows) { cycle(lanes, rows); });
 }
 
 void DraftEngine::run(const BatchTensors& batch, Stream stream) {
   const DraftBatch block = admit(batch);
+  begun_ = true;
   backend_->begin(block, stream);
   // The backend rounds the batch up to one of its buckets and captures the cycle of that many lanes and rows.
-  backend_->replay(block.batch, block.num_rows, [this](int lanes, int rows) { loop_.cycle(lanes, rows); });
+  backend_->replay(block.batch, block.num_rows, [this](int lanes, int rows) { cycle(lanes, rows); });
 }
 
 void DraftEngine::tree(const VerifyTensors& batch, Stream stream) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "core/backend.h"
@@ -26,6 +27,10 @@ class DraftEngine {
   // To be called once at start, before the first cycle: whatever a backend prepares for its first run (graphs of all
   // batch sizes) is made here instead.
   void warm_up();
+  // What every cycle ends with from now on, in its graph: `tail` enqueues it. To be called before the graphs are captured,
+  // so before warm_up and the first run; throws ErrorCode::kConfig afterwards.
+  using Tail = std::function<void(const CycleEnd&)>;
+  void end_with(Tail tail);
   // One cycle as raw launches on `stream`; a host may capture them. Results appear by request slot.
   void enqueue(const BatchTensors& batch, Stream stream);
   // One cycle as one launch: the backend replays its graph of this batch size.
@@ -49,9 +54,12 @@ class DraftEngine {
 
  private:
   DraftBatch admit(const BatchTensors& batch) const;
+  void cycle(int lanes, int rows) const;
 
   std::unique_ptr<Backend> backend_;
   Loop loop_;
+  Tail tail_;
+  bool begun_ = false;
 };
 
 }  // namespace eaglex

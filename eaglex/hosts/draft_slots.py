@@ -60,6 +60,9 @@ class DraftSlots:
         self.engine = DraftEngine(
             config, speculation, limits=limits, weights=weights, req_to_token=table, draft_k=pool(), draft_v=pool()
         )
+
+    def warm_up(self) -> None:
+        """To be called once before the first cycle."""
         self.engine.warm_up()
 
     def run(self, rows: Sequence[DraftRows]) -> None:

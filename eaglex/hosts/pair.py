@@ -16,13 +16,15 @@ from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
 from eaglex.drafter import Job
 from eaglex.engine import _extension
 from eaglex.errors import ConfigError, DeviceError
-from eaglex.hosts import hf_target
+from eaglex.hosts import auto_quant, hf_target
+from eaglex.hosts.calibration import target_text
 from eaglex.hosts.dedicated import DedicatedPlan
 from eaglex.hosts.hf_target import HookedTarget, TargetFacts
 from eaglex.hosts.team import Team
 from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
 from eaglex.hot_vocab import HotVocab, cut
-from eaglex.packed import DraftQuant
+from eaglex.packed import Auto, DraftQuant
+from eaglex.reference import Accepted
 from eaglex.weights import DraftWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,14 +34,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class PairSource:
     """Where a pair is and how its auxiliary layers are read; None takes what the draft's config says.
 
-    `quant` and `hot_vocab` make the draft smaller at load; None leaves it as it is.
+    `quant` and `hot_vocab` make the draft smaller at load; None leaves it as it is, and Auto.AUTO measures which
+    precisions pay.
     """
 
     target: str
     draft: str
     aux_layer_ids: Sequence[int] | None = None
     convention: AuxConvention | None = None
-    quant: DraftQuant | None = None
+    quant: DraftQuant | Auto | None = None
     hot_vocab: HotVocab | None = None
 
 
@@ -53,6 +56,8 @@ class Pair:
         self.tokenizer: Any = hf_target.load_tokenizer(source.target)
         self.ranking = None if source.hot_vocab is None else source.hot_vocab.ranking(source.draft)
         self.notes: list[str] = []  # what `load` changed of the draft
+        # The precisions of the draft's parts; with Auto.AUTO known behind `load`, on the rank that drafts.
+        self.quant = source.quant if isinstance(source.quant, DraftQuant) else DraftQuant()
 
     @property
     def context(self) -> int:
@@ -80,12 +85,14 @@ class Pair:
         max_length: int,
         device: torch.device,
         dtype: torch.dtype,
+        prompt: Sequence[int] = (),
         team: Team | None = None,
         dedicated: LinkOptions | None = None,
     ) -> TransformersHost:
         """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens.
 
         With a team: this rank's part of the target, and the draft on rank 0 alone, or in a `dedicated` process.
+        Auto.AUTO needs the `prompt` (token ids), behind which the target writes what it measures precisions on.
         """
         with contextlib.nullcontext() if team is None else team.members.step("weights"):
             speculation.check(self.draft.config)
@@ -96,6 +103,9 @@ class Pair:
             here = team is None or (team.drafts and dedicated is None)
             config, weights = self._load_draft(dtype, device) if here else (self.draft.config, None)
             speculation.check(config)
+        if self.source.quant is Auto.AUTO:
+            with contextlib.nullcontext() if team is None else team.guarded():
+                weights = self._measure(target, config, weights, speculation, prompt, team)
         return TransformersHost(
             target,
             config,
@@ -151,10 +161,32 @@ class Pair:
             made = cut(config, weights, self.ranking, self.source.hot_vocab.size)
             config, weights = made.config, made.weights
             self.notes.append(made.note)
-        if self.source.quant is not None:
+        if isinstance(self.source.quant, DraftQuant):
             weights = quantize.quantize(weights, self.source.quant, device=device)
             self.notes.append(f"draft_quant: {self.source.quant}")
         return config, weights
+
+    def _measure(
+        self,
+        target: HookedTarget,
+        config: DraftConfig,
+        weights: DraftWeights | None,
+        speculation: SpeculationConfig,
+        prompt: Sequence[int],
+        team: Team | None,
+    ) -> DraftWeights | None:
+        """The draft in the precisions that pay. All ranks let the target write; the one with the draft measures."""
+        check_prompt(prompt, context=self.context, vocab_size=self.target.vocab_size)
+        text = target_text(
+            target, prompt, nodes=speculation.num_draft_tokens, context=self.context,
+            decide=None if team is None else lambda token: team.decide(lambda: Accepted([0], [token])).tokens[0],
+        )  # fmt: skip
+        if weights is None:
+            return None
+        choice = auto_quant.choose(config, weights, speculation, text=text, device=target.device)
+        self.quant = choice.quant
+        self.notes += choice.lines
+        return quantize.quantize(weights, choice.quant, device=target.device)
 
     def _examine(self) -> checkpoint.Facts:
         source = self.source

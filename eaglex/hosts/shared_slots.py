@@ -86,7 +86,10 @@ class SharedSlots:
 
 
 class SendingSlots(SharedSlots):
-    """Rank 0: drafts, and tells the others, whatever has become of the draft. It follows its own word like them."""
+    """Rank 0: drafts, and tells the others, whatever has become of the draft. It follows its own word like them.
+
+    Where the bridge sends what the engine writes, each cycle ends with the push, as part of its graph.
+    """
 
     def __init__(self, drafting: DraftSlots, link: Link) -> None:
         self._drafting, self.d2t = drafting, drafting.d2t
@@ -94,12 +97,18 @@ class SendingSlots(SharedSlots):
         here = results_device(link, drafting.device)
         self._results = results if here == drafting.device else DraftResults.allocate(link.speculation, link.limits)
         super().__init__(link, self._results, drafting.device)
+        self._pushes_itself = self._results is results
+        if self._pushes_itself:
+            self._bridge.push_from(drafting.engine)
+        drafting.warm_up()
 
     def run(self, rows: Sequence[DraftRows]) -> None:
         """One cycle, and its drafts to all ranks; "no draft" where it fails."""
         slots, new_lens = lanes_of(rows)
         try:
             self._drafting.run(rows)
+            if self._pushes_itself:
+                return
             self._collect()
         except DeviceError:
             self._bridge.push(slots, new_lens, draft=False)
@@ -121,8 +130,6 @@ class SendingSlots(SharedSlots):
 
     def _collect(self) -> None:
         results = self._drafting.engine.results
-        if self._results is results:
-            return
         for name in ("draft_tokens", "parents", "num_nodes", "drafted_for"):
             try:
                 getattr(self._results, name).copy_(getattr(results, name))

@@ -205,7 +205,10 @@ class TransformersHost:
             device=device,
             max_rows=limits.max_rows,
         )
-        return drafting if team is None else SendingSlots(drafting, link)
+        if team is not None:
+            return SendingSlots(drafting, link)
+        drafting.warm_up()
+        return drafting
 
     def decide(self, choose: Callable[[], Accepted]) -> Accepted:
         """What `choose` says; with a team, what rank 0's says, on all ranks."""

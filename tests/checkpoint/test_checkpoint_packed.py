@@ -9,9 +9,11 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.rig import Ask, Rig
 
 from eaglex import packed_tensors, quant_schemes
 from eaglex.checkpoint import load
+from eaglex.config import SpeculationConfig
 from eaglex.errors import CheckpointError, ConfigError, EaglexError
 from eaglex.inspect import cost
 from eaglex.packed import PackedWeight, Precision
@@ -152,6 +154,19 @@ def test_block_fp8_of_deepseek(toy, target):
     toy.config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     loaded = load(toy.write(), target=target)
     assert torch.equal(unpacked(loaded.weights.layers[0].up_proj), meant["midlayer.mlp.up_proj"])
+
+
+@pytest.mark.parametrize(("scheme", "kind"), SCHEMES.values(), ids=SCHEMES.keys())
+def test_a_draft_of_each_scheme_drafts(toy, target, scheme, kind):
+    """From the file to the engine's tokens, which are the reference's."""
+    spoken(toy, kind, LINEAR)
+    toy.config["quantization_config"] = scheme
+    loaded = load(toy.write(), target=target, dtype=torch.float32)
+    speculation = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=6)
+    rig = Rig(loaded.config, speculation, weights=loaded.weights)
+    for request in range(4):
+        rig.join(request, 1 + request)
+    assert rig.compare(rig.cycle([Ask(request, 5 + request) for request in range(4)])) > 0
 
 
 def test_modelopts_own_file_with_a_scheme_per_layer(toy, target):

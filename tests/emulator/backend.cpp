@@ -3,6 +3,7 @@
 #include "cuda/backend.h"
 
 #include "cpu/factory.h"
+#include "cuda/factory.h"
 
 namespace eaglex {
 namespace {
@@ -12,6 +13,17 @@ class EmulatedBackend final : public cuda::CudaBackend {
   EmulatedBackend() : CudaBackend(0) {}
   [[nodiscard]] const char* name() const noexcept override { return "emulated cuda"; }
   [[nodiscard]] Device device() const noexcept override { return {DeviceKind::kCpu, 0}; }
+  void bind(const EngineContext& context) override {
+    if (context.kv.k != nullptr) return CudaBackend::bind(context);
+    follower_ = make_cuda_follower(0);  // a rank that does not draft: `tree` alone
+    follower_->bind(context);
+  }
+  void tree(const VerifyBatch& batch, Stream stream) override {
+    follower_ ? follower_->tree(batch, stream) : CudaBackend::tree(batch, stream);
+  }
+
+ private:
+  std::unique_ptr<Backend> follower_;
 };
 
 }  // namespace

@@ -138,6 +138,27 @@ TEST_CASE("push: lengths before the rows of this cycle, and how many of those co
   CHECK(world.received[0].lens[2] == 11);
 }
 
+TEST_CASE("push: a cycle's graph finds its lanes in the parameter block") {
+  World world;
+  world.draft(10);
+  std::vector<std::int32_t> valid = {3, 2}, slots = {4, 2};
+  std::vector<std::int64_t> before = {7, 9};
+  DraftBatch block;
+  block.batch = 2;
+  block.req_pool_indices = {slots.data(), nullptr};
+  block.seq_lens = {nullptr, before.data()};
+  block.num_valid = valid.data();
+  LaneList lanes;
+  lanes.count = 3;
+  lanes.block = &block;
+  launch_push(world.sender, {world.results.view(), kSlots, kNodes, 1000, kNodes}, lanes, Verdict::kDraft, nullptr);
+  world.lens = {10, 11};
+  world.receive(0);
+  CHECK(world.statuses[0].code == PushCode::kFine);
+  CHECK(world.received[0].nodes[4] == 3);
+  CHECK(world.received[0].lens[2] == 11);
+}
+
 TEST_CASE("push: which drafts are fit to be sent is core's judgement") {
   std::mt19937 random(7);
   const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
@@ -220,17 +241,17 @@ TEST_CASE("without inboxes the message travels by other means") {
   for (std::int64_t cycle = 10; cycle < 13; ++cycle) {
     world.draft(cycle);
     world.push();
-    CHECK(world.statuses[kReceivers].begun == static_cast<std::uint64_t>(cycle - 9));
+    CHECK(world.states[kReceivers].epoch == static_cast<std::uint64_t>(cycle - 9));
     launch_mark(world.sender, Mark::kDone, nullptr);
-    CHECK(world.statuses[kReceivers].done == static_cast<std::uint64_t>(cycle - 9));
+    CHECK(world.states[kReceivers].marked == static_cast<std::uint64_t>(cycle - 9));
     PushChannel receiver = world.receiver(1);
     receiver.inbox = nullptr;
     receiver.ack = nullptr;
     launch_mark(receiver, Mark::kBegun, nullptr);
-    CHECK(world.statuses[1].begun == static_cast<std::uint64_t>(cycle - 9));
+    CHECK(world.states[1].marked == static_cast<std::uint64_t>(cycle - 9));
     launch_receive(receiver, world.received[1].view(), kSlots, world.lanes(), nullptr);
     REQUIRE(world.statuses[1].code == PushCode::kFine);
-    CHECK(world.statuses[1].done == static_cast<std::uint64_t>(cycle - 9));
+    CHECK(world.states[1].epoch == static_cast<std::uint64_t>(cycle - 9));
     CHECK(world.received[1].tokens[4 * kNodes + 1] == cycle * 3 + 1);
   }
   PushChannel receiver = world.receiver(1);

@@ -52,6 +52,28 @@ def test_every_message_arrives_whole(transport, where, captured, tmp_path):
     assert ended == [0, 0]
 
 
+@pytest.mark.parametrize("call", ["run", "enqueue"])
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_a_cycle_ends_with_its_push(transport, where, call, tmp_path):
+    """In the engine's own graphs, and behind raw launches: drafts on the other rank are those of rank 0."""
+    with opened(2, plan_of(transport, where, engine=call, cycles=200), tmp_path) as world:
+        found = world.all("done")
+        assert world.ended() == [0, 0]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["drafts"] == found[1]["drafts"] > 200
+    assert found[0]["counters"]["pushed"] == found[1]["counters"]["received"] == 200 + PROBED
+
+
+@pytest.mark.parametrize("transport", ["p2p", "mailbox"])
+def test_the_push_costs_the_draft_ranks_stream_little(transport, tmp_path, record_property):
+    """DESIGN: under 5 us. Cycles with and without it, in turn."""
+    with opened(2, plan_of(transport, TWO, engine="run", cycles=10, timed=True), tmp_path) as world:
+        times = world.all("done")[0]["us"]
+    record_property("us", times)
+    print(f"\n{transport}: {times}")
+    assert times["with"] - times["without"] < 5
+
+
 @pytest.mark.parametrize(("transport", "where"), WAYS)
 def test_large_messages(transport, where, tmp_path):
     """More lanes than a block has threads, trees of 63 nodes: 266 KB."""

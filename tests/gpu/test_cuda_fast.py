@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.cuda_rig import CudaRig
+from support.cuda_rig import CudaRig, moved_weights
 from support.models import random_weights
 from support.own_process import own_process
 from support.profiled import kernels
@@ -18,6 +18,8 @@ from support.rig import Ask, Layout
 from support.streamed import PLAIN, PlainChainRig, StreamedRig, make_streamed_config
 
 from eaglex.config import AuxNorm, EmbeddingNorm, NextHidden, Residual, SpeculationConfig
+from eaglex.engine import DraftEngine
+from eaglex.errors import ShapeError
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,25 @@ def test_error_is_at_most_twice_pytorchs(name, speculation) -> None:
     assert len(rig.judge.regrets) >= rig.judge.ENOUGH
     rig.judge.check()
     rig.compare_pool()
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_last_to_arrive_may_sum_up(speculation, monkeypatch) -> None:
+    """As under MPS, where no block may wait for another: drafts are as good, and K and V the same in each run."""
+    monkeypatch.setenv("EAGLEX_STREAM_REDUCTION", "last")
+    rig = make_rig("half rotary, odd sizes", speculation)
+    for request in range(16):
+        rig.join(request, 1 + request)
+    for rows in (6, 2, 5):
+        assert rig.compare(rig.cycle([Ask(r, rows, rows if rows == 6 else 1 + r % rows) for r in range(16)])) == 16
+    rig.judge.check()
+    rig.compare_pool()
+    batch = rig.batch([Ask(r, 5, 3) for r in range(16)])
+    runs = []
+    for _ in range(20):
+        rig.engine.run(batch)
+        runs.append([t.clone().nan_to_num() for t in (*rig._pool[0], *rig._pool[1], rig.engine.results.num_nodes)])
+    assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
 
 
 def state(rig: StreamedRig) -> list[torch.Tensor]:
@@ -178,3 +199,28 @@ def test_a_wrong_name_of_a_chain_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("EAGLEX_CHAIN", "quick")
     with pytest.raises(Exception, match="EAGLEX_CHAIN: expected plain or fast, got quick"):
         make_rig("gqa", CHAIN)
+
+
+@pytest.mark.parametrize("name", ["norm", "embed_tokens"])
+def test_weights_out_of_line_are_refused_by_name(name) -> None:
+    """The kernels copy them 16 bytes at a time; elsewhere that is a fault that no process survives."""
+    config = make_streamed_config()
+    weights = moved_weights(random_weights(config, dtype=torch.bfloat16), config, "cuda")
+    value = getattr(weights, name)
+    shifted = torch.empty(value.numel() + 8, dtype=value.dtype, device="cuda")[1: 1 + value.numel()].view(value.shape)
+    setattr(weights, name, shifted.copy_(value))
+    rig = make_rig("gqa", CHAIN)
+    engine = DraftEngine(config, CHAIN, limits=rig.limits, weights=weights, req_to_token=rig._table,
+                         draft_k=rig._pool[0], draft_v=rig._pool[1])
+    with pytest.raises(ShapeError, match=f"{name}: expected memory aligned to 16 bytes"):
+        engine.warm_up()
+
+
+def test_a_pool_out_of_line_takes_the_plain_chain() -> None:
+    rig = make_rig("gqa", CHAIN)
+    pool = rig._pool[0][0]
+    shifted = torch.empty(pool.numel() + 8, dtype=pool.dtype, device="cuda")[1: 1 + pool.numel()].view(pool.shape)
+    weights = moved_weights(rig.weights, rig.config, "cuda")
+    engine = DraftEngine(rig.config, CHAIN, limits=rig.limits, weights=weights, req_to_token=rig._table,
+                         draft_k=[shifted], draft_v=rig._pool[1])
+    assert engine.backend_name == PLAIN

@@ -18,6 +18,8 @@ from torch.profiler import record_function
 
 from eaglex.config import MaskMode, SpeculationConfig
 from eaglex.engine import DraftResults, VerifyTensors
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -25,11 +27,15 @@ TREE = SpeculationConfig(num_steps=4, topk=4, num_draft_tokens=16)
 CHAIN = SpeculationConfig(num_steps=4)
 
 
-def make_rig(speculation: SpeculationConfig = TREE, dtype: torch.dtype = torch.bfloat16, **layout: int) -> CudaRig:
+def make_rig(speculation: SpeculationConfig = TREE, dtype: torch.dtype = torch.bfloat16, *, precision: str = "bf16",
+             **layout: int) -> CudaRig:
     """A draft of a few heads with six requests that are past their prompts."""
     config = make_config(hidden_size=256, target_hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=2,
                          head_dim=64, vocab_size=6000, draft_vocab_size=5000, max_positions=2048)
-    rig = CudaRig(config, speculation, weights=random_weights(config, dtype=dtype),
+    weights = random_weights(config, dtype=dtype)
+    if precision != "bf16":
+        weights = quantize(weights, DraftQuant.parse(precision))
+    rig = CudaRig(config, speculation, weights=weights,
                   layout=Layout(**({"kv_dtype": dtype, "aux_dtype": dtype, "max_rows": 700} | layout)))
     for request in range(6):
         rig.join(request, 1 + request)
@@ -42,10 +48,11 @@ def state(results: DraftResults) -> list[torch.Tensor]:
     return [results.draft_tokens, results.parents, results.scores, results.num_nodes, results.drafted_for]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_thousand_replays_are_bitwise_equal(speculation) -> None:
+def test_a_thousand_replays_are_bitwise_equal(speculation, precision) -> None:
     """With other work on another stream, and the batch in other sizes in between."""
-    rig = make_rig(speculation)
+    rig = make_rig(speculation, precision=precision)
     assert rig.engine.backend_name == STREAMS
     asks = [Ask(r, speculation.num_draft_tokens, 1 + r % 3) for r in range(5)]
     batch, other = rig.batch(asks), rig.batch([Ask(5, 4, 2)])
@@ -100,8 +107,46 @@ def test_nothing_is_allocated_and_nothing_waits() -> None:
     with calls_of_the_runtime(window=True) as calls:
         cycles_behind_a_busy_device()
     assert calls["cudaGraphLaunch"] == len(batches), "the hook sees this extension's calls"
+    kernels = sum(count for name, count in calls.items() if name.startswith("cudaLaunchKernel"))
+    assert kernels == 1, f"a cycle is one launch, the tree another: {calls}"
     assert not {name for name in calls if any(word in name for word in ("Malloc", "Alloc", "Free", "Memcpy", "Memset"))}
     assert not {name for name in calls if "Synchronize" in name}
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_a_thread_that_captures_another_stream_may_run_cycles(warm) -> None:
+    """In torch's global mode, and with so many cycles that the host must ask how far the device is, or with graphs yet
+    to be made: the capture is not voided.
+    """
+    rig = make_rig()
+    batch = rig.batch([Ask(r, 16, 1 + r) for r in range(6)])
+    rig.engine.run(batch)
+    torch.cuda.synchronize()
+    expected = [t.clone() for t in state(rig.engine.results)]
+    if not warm:
+        rig.engine = rig.build()  # over an empty pool; the prompts once more
+        for request in range(6):
+            rows = rig.requests[request].length
+            rig.requests[request].length = 0
+            rig.engine.enqueue(rig.batch([Ask(request, rows)]))
+            rig.requests[request].length = rows
+    for t in state(rig.engine.results):
+        t.zero_()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    numbers = torch.ones(16, device="cuda")
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        twice = 2 * numbers
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+        for _ in range(20):
+            rig.engine.run(batch, stream.cuda_stream)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert twice.tolist() == [2] * 16
+    for now, then in zip(state(rig.engine.results), expected, strict=True):
+        assert torch.equal(now[1:7], then[1:7])
 
 
 @own_process
@@ -125,7 +170,7 @@ def test_warm_up_leaves_nothing_for_the_first_cycle() -> None:
             rig.engine.run(batch)
         torch.cuda.synchronize()
     assert calls["cudaGraphLaunch"] == len(batches), calls
-    assert not {name for name in calls if "Capture" in name or "Instantiate" in name or "Alloc" in name}
+    assert not {name for name in calls if any(word in name for word in ("BeginCapture", "Instantiate", "Alloc"))}
     assert rig.engine.counters()["drafted"] == 1 + 3 + 9 + 64
     begin = time.perf_counter()
     rig.engine.warm_up()
@@ -140,13 +185,13 @@ def test_steps_that_nobody_needs_are_skipped() -> None:
     fastest = {}
     for name, stop_below, drafts in (("all", 0.0, True), ("stopped", 0.999, True), ("held", 0.0, False)):
         rig = CudaRig(config, SpeculationConfig(num_steps=16, stop_below=stop_below), weights=weights,
-                      layout=Layout(kv_dtype=torch.bfloat16))
+                      layout=Layout(kv_dtype=torch.bfloat16, aux_dtype=torch.bfloat16))  # graphs read no other rows
         rig.engine.warm_up()
         for request in range(2):
             rig.join(request, 1 + request)
         batch = rig.batch([Ask(r, 5, draft_from=drafts) for r in range(2)])
         times = []
-        for _ in range(10):
+        for _ in range(30):  # other workers use the device too: the fastest counts
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(500_000)
             begin.record()
@@ -157,7 +202,7 @@ def test_steps_that_nobody_needs_are_skipped() -> None:
         fastest[name] = min(times)
         assert rig.results.num_nodes[1:3].tolist() == {"all": [16, 16], "stopped": [1, 1], "held": [0, 0]}[name]
     assert fastest["stopped"] < 0.6 * fastest["all"], fastest
-    assert fastest["held"] < fastest["stopped"], fastest
+    assert fastest["held"] < 1.05 * fastest["stopped"], fastest
 
 
 def test_the_host_may_run_a_ring_ahead() -> None:

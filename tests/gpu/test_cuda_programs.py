@@ -1,4 +1,5 @@
-"""The C++ programs that check the streaming kernels: each against a plain one, and each launch of a cycle delayed.
+"""The C++ programs that check the streaming kernels: each against a plain one, each launch of a cycle delayed, each
+product without its last block, and whole cycles of every width.
 
 They are built with EAGLEX_BENCH=ON (`make cuda`), and looked for where that leaves them or in EAGLEX_BENCH_DIR.
 """
@@ -24,7 +25,9 @@ def find(name: str) -> Path | None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", ["bench_delays", "bench_steps small", "bench_steps check"])
+@pytest.mark.parametrize("command", [
+    "bench_delays", "bench_delays fp8", "bench_delays int4", "bench_lost_block", "bench_small_cycles",
+    "bench_steps small", "bench_steps small fp8", "bench_steps small int4", "bench_steps check"])
 def test_it_ends_well(command) -> None:
     name, *arguments = command.split()
     program = find(name)

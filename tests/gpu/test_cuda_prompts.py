@@ -9,6 +9,7 @@ from support.models import make_config, random_weights
 from support.own_process import own_process
 from support.profiled import kernels
 from support.rig import Ask, Layout
+from support.streamed import StreamedRig, make_streamed_config
 
 from eaglex import _C, reference
 from eaglex.config import AuxNorm, SpeculationConfig
@@ -52,6 +53,18 @@ def test_error_of_k_and_v_is_at_most_twice_pytorchs(dtype, changes) -> None:
                 allowed = (getattr(plain, name)[layer].double() - right).square().mean().sqrt()
                 assert 0 < error <= 2 * allowed, f"{name} of layer {layer}, {each.count} rows: {error} > 2 * {allowed}"
     assert rig.engine.counters()["drafted"] == 2
+
+
+def test_a_prompt_of_thousands_of_rows() -> None:
+    """3,300 rows in one call, beside a request that decodes: K and V of all of them, and the judged draft."""
+    config = make_streamed_config(max_positions=3500, num_heads=2, num_kv_heads=1)
+    rig = StreamedRig(config, SpeculationConfig(num_steps=3), layout=Layout(num_slots=4, max_rows=3400, page_size=16))
+    for request in range(2):
+        rig.join(request, 1 + request)
+    assert rig.compare(rig.cycle([Ask(1, 9)])) == 1
+    assert rig.compare(rig.cycle([Ask(0, 3300), Ask(1, 4, 2)])) == 2
+    assert rig.compare(rig.cycle([Ask(1, 4, 3), Ask(0, 4, 4)])) == 2
+    rig.compare_pool()
 
 
 @pytest.mark.skipif(not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

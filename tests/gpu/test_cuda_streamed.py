@@ -6,6 +6,10 @@ every batch padded to the same graph, because between graphs the order of sums d
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+
 import pytest
 import test_cuda_engine
 import test_early_stop
@@ -14,6 +18,7 @@ import test_engine_isolation
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.judge import depths
 from support.models import random_weights
 from support.rig import Ask, Layout
 from support.streamed import STREAMS, PaddedRig, PlainChainRig, StreamedRig, make_streamed_config, streamed
@@ -96,13 +101,15 @@ def test_other_slots_are_left_alone() -> None:
 
 SIZES = [  # steps, topk, nodes, requests
     (1, 1, 2, 64), (2, 1, 3, 33), (16, 1, 17, 3), (1, 16, 17, 4), (2, 16, 64, 4), (16, 4, 64, 4), (16, 16, 64, 3),
-    (5, 8, 40, 8), (8, 3, 30, 21), (3, 2, 6, 32), (4, 4, 16, 20), (3, 16, 20, 6),
+    (5, 8, 40, 8), (8, 3, 30, 21), (3, 2, 6, 32), (4, 4, 16, 20), (3, 16, 20, 6), (2, 1, 3, 100), (2, 4, 8, 80),
 ]
 
 
 @pytest.mark.parametrize(("steps", "topk", "nodes", "requests"), SIZES)
 def test_every_size_of_a_draft(steps, topk, nodes, requests) -> None:
-    """K and topk from 1 to 16, up to 64 nodes and 64 requests; the last two have more rows than one launch streams."""
+    """Up to 64 nodes and 100 requests; the last four have more rows than one launch streams, 480 and 400 of them in
+    extends that the plain chain begins.
+    """
     rig = started(SpeculationConfig(num_steps=steps, topk=topk, num_draft_tokens=nodes), requests)
     outcomes = rig.cycle([Ask(r, 5, 1 + r % 5) for r in range(requests)])
     rig.compare(outcomes[:: max(1, requests // 12)])
@@ -110,15 +117,72 @@ def test_every_size_of_a_draft(steps, topk, nodes, requests) -> None:
     rig.compare_pool()
 
 
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [*((k, 1, k + 1) for k in range(1, 17)),
+                                                      *((3, k, min(64, 2 + 4 * k)) for k in range(2, 17))])
+def test_every_k_and_every_topk(steps, topk, nodes) -> None:
+    rig = started(SpeculationConfig(num_steps=steps, topk=topk, num_draft_tokens=nodes), 3)
+    assert rig.compare(rig.cycle([Ask(r, 5, 1 + r) for r in range(3)])) == 3
+    rig.compare_pool()
+
+
+@pytest.mark.parametrize("kind", ["run", "enqueue"])
+def test_ids_of_either_width(kind) -> None:
+    """input_ids, req_pool_indices and seq_lens as int32 and int64 in every mix: the same bits."""
+    rig = started(TREE, 3)
+    batch = rig.batch([Ask(r, 5, 1 + r) for r in range(3)])
+    expected = None
+    for types in itertools.product((torch.int64, torch.int32), repeat=3):
+        names = ("input_ids", "req_pool_indices", "seq_lens")
+        changed = {name: getattr(batch, name).to(dtype) for name, dtype in zip(names, types, strict=True)}
+        rig.engine.results.scores.zero_()
+        getattr(rig.engine, kind)(dataclasses.replace(batch, **changed))
+        now = [rig.snapshot(1 + r) for r in range(3)]
+        expected = expected or now
+        assert all(map(test_engine_isolation.same, now, expected)), types
+        assert [int(snapshot[0]) for snapshot in now] == [15] * 3
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_turns_nan_in_a_later_step_is_no_draft(speculation, depth) -> None:
+    """The embedding of a token that one request goes on from at that depth is NaN: it has no draft, others do."""
+    rig = started(speculation, 4)
+    batch = rig.batch([Ask(r, 5) for r in range(4)])
+    rig.engine.run(batch)
+    drafts = [rig.drafted(1 + r) for r in range(4)]
+    deep = depths(drafts[0].parents)
+    others = {int(t) for draft in drafts[1:] for t in draft.tokens} | set(batch.input_ids.tolist())
+    token = next(t for node in sorted(set(drafts[0].parents.tolist())) if deep[node] == depth
+                 and (t := int(drafts[0].tokens[node - 1])) not in others)
+    embedding = next(t for t in rig.engine._bound if t.shape == (rig.config.vocab_size, rig.config.hidden_size))
+    embedding[token] = math.nan
+    before = rig.engine.counters()
+    rig.engine.run(batch)
+    assert int(rig.results.num_nodes[1]) == 0
+    alive = [r for r in range(1, 4) if int(rig.results.num_nodes[1 + r])]
+    assert len(alive) >= (3 if speculation.topk == 1 else 2), "a tree may have tried the token in a node that lost"
+    assert rig.engine.counters()["not_finite"] == before["not_finite"] + 4 - len(alive)
+    for request in alive:
+        now = rig.drafted(1 + request)
+        assert torch.equal(now.tokens, drafts[request].tokens)
+        assert torch.equal(now.scores, drafts[request].scores)
+
+
 @pytest.mark.parametrize("topk", [1, 4])
 def test_long_contexts(topk) -> None:
-    """131,000 positions beside 33 and 2,049, in one batch."""
+    """131,000 positions beside 33 and 2,049, in one batch; the same bits each time."""
     config = make_streamed_config(num_heads=2, num_kv_heads=1, max_positions=131_072)
     speculation = SpeculationConfig(num_steps=3, topk=topk, num_draft_tokens=4 if topk == 1 else 12)
     rig = StreamedRig(config, speculation, layout=Layout(num_slots=4, page_size=64))
     for request, length in enumerate((131_000, 33, 2049)):
         rig.fill(request, 1 + request, length, seed=request)
-    assert rig.compare(rig.cycle([Ask(r, 4, 1 + r) for r in range(3)])) == 3
+    asks = [Ask(r, 4, 1 + r) for r in range(3)]
+    batch = rig.batch(asks)
+    assert rig.compare(rig.cycle(asks)) == 3
+    first = [rig.snapshot(1 + r) for r in range(3)]
+    for _ in range(100):
+        rig.engine.run(batch)
+        assert all(map(test_engine_isolation.same, [rig.snapshot(1 + r) for r in range(3)], first))
 
 
 def test_holes_between_live_keys() -> None:

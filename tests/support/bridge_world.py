@@ -45,6 +45,17 @@ class Plan:
     wrong_length_at: int = -1  # on rank 1, in that cycle
     until_killed: bool = False  # go on for ever
     shared_device: bool = False  # all ranks on device 0
+    engine: str = ""  # drafts are a real engine's, which pushes at the end of this call: run or enqueue
+    timed: bool = False
+
+
+def device_of(plan: Plan, rank: int) -> torch.device:
+    """Where that rank's results are; torch's current device from then on."""
+    if plan.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", 0 if plan.shared_device else rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 class Rank:
@@ -52,12 +63,7 @@ class Rank:
 
     def __init__(self, plan: Plan, members: Members) -> None:
         self.plan, self.rank = plan, members.rank
-        if plan.device == "cuda":
-            index = 0 if plan.shared_device else self.rank % torch.cuda.device_count()
-            self.device = torch.device("cuda", index)
-            torch.cuda.set_device(self.device)
-        else:
-            self.device = torch.device("cpu")
+        self.device = device_of(plan, self.rank)
         self.results = DraftResults.allocate(plan.speculation, plan.limits, self.device)
         begun = time.monotonic()
         self.bridge = Bridge(
@@ -130,6 +136,14 @@ class Rank:
             time.sleep(seconds)
 
 
+def rank_of(plan: Plan, members: Members) -> Any:
+    if not plan.engine:
+        return Rank(plan, members)
+    from support.bridge_engine import EngineRank
+
+    return EngineRank(plan, members)
+
+
 def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, out: Connection) -> None:
     signal.alarm(int(PATIENCE))
     if emulated is not None:
@@ -143,7 +157,7 @@ def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, o
     begun = time.monotonic()
     try:
         members = Members(dist.FileStore(store, count), rank=rank, num_ranks=count, deadline=60.0)
-        side = Rank(plan, members)
+        side = rank_of(plan, members)
         out.send(("open", side.seconds_to_open))
         found = side.go()
         members.gather("end", None)

@@ -54,6 +54,8 @@ ROPES = {
 }
 
 
+EVERY_INT4 = "head=int4,mlp=int4,qkv=int4,o=int4"  # `int4` itself is FP8 in head and o
+
 # Logits with a standard deviation of 2; residual branches that do not outgrow the stream, or rounding errors would.
 GAINS = {"lm_head": 2.0, "o_proj": 0.5, "down_proj": 0.5}
 

@@ -203,23 +203,26 @@ __global__ void __launch_bounds__(kThreads, 2)
     mbar_init_fence();
     fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
-  if (warp > kConsumerWarps) {
-    const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
-    auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
-    touch_parameters(params);
-    bool idle = false;
+  const bool locates = warp > kConsumerWarps;
+  const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
+  if (locates) touch_parameters(params);
+  bool idle = false;
+  // All warps come through here, because a barrier of the whole block is for one place in the code.
 #pragma unroll 1
-    for (int round = Step::rehearses(params) ? 0 : 1; round < 2; ++round) {
-      if (round == 1) {
-        begin_barrier();
-        wait_for_producers();  // below it is whatever the kernels before have made
-        if (shape.release == Release::kAfterWait) release_dependents();
-        idle = is_idle(shape.needed_late);
-      }
-      for (int token = lane; token < shape.tokens; token += 32)
-        Step::locate(params, token, sources + token, G::kTokens, rows + token);
-      __syncwarp();
+  for (int round = locates && Step::rehearses(params) ? 0 : 1; round < 2; ++round) {
+    if (round == 1) {
+      begin_barrier();
+      wait_for_producers();
+      if (locates && shape.release == Release::kAfterWait) release_dependents();
+      idle = is_idle(shape.needed_late);
     }
+    if (!locates) continue;
+    auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
+    for (int token = lane; token < shape.tokens; token += 32)
+      Step::locate(params, token, sources + token, G::kTokens, rows + token);
+    __syncwarp();
+  }
+  if (locates) {
     if (idle) return;
     if (lane == 0) mbar_arrive(rows_ready);
     produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
@@ -227,9 +230,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     asm volatile("cp.async.wait_all;" ::: "memory");
     return;
   }
-  begin_barrier();
-  wait_for_producers();
-  const bool idle = is_idle(shape.needed_late);
   if (warp == kConsumerWarps) {
     if (lane != 0) return;
     if (idle) return land_ring(ring, first_chunks(shape, last - first));
