@@ -23,10 +23,10 @@ struct Multiplier {
   static constexpr int kSums = kTokenTiles <= 2 && !kGrouped ? 2 : 1;
   // K blocks whose operands are in registers at once.
   static constexpr int kBatch = !kGrouped ? 1 : kTokenTiles < 4 ? kGroupBlocks : 2;
-  // Gamma goes where it is least work: onto x, or with more tokens than 16 onto the operands. What FP8 operands lack,
-  // 2^120, goes with it in part, 2^64, the rest onto the tile's sums. So a product lies 2^56 below its true size, far from
-  // both ends of float. (FP8 with fewer tokens is paired.cuh's.)
-  static constexpr bool kScaleWeights = kTokenTiles > 2 && (kNormed || Weights::kLift);
+  // Gamma goes onto x, or with more tokens than 16 onto operands of few bits, which is less work (bf16 is 3 % slower so
+  // with 64 tokens). What FP8 operands lack, 2^120, goes with it in part, 2^64, the rest onto the tile's sums. So a product
+  // lies 2^56 below its true size, far from both ends of float. (FP8 with fewer tokens is paired.cuh's.)
+  static constexpr bool kScaleWeights = Weights::kBits < 16 && kTokenTiles > 2 && (kNormed || Weights::kLift);
   static constexpr bool kScaleX = kNormed && !kScaleWeights;
   static_assert(!Weights::kLift || kScaleWeights);
   static constexpr std::uint32_t kLift = 0x5F805F80U;                 // a pair of 2^64
