@@ -77,6 +77,8 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
           const int halves = kConsumerWarps * kStripRows / config.tile_rows;
           require(bits != 4 || config.chunk_k / halves % (kGroupBlocks * kKBlock) == 0,
                   what + ": and so have its halves");
+          require(!is_paired(bits, config.token_tiles) || config.token_tiles > 1 || config.stages % 2 == 0,
+                  what + ": a stage is one team's");
           require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
           require(
               shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
