@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <unordered_map>
@@ -78,6 +79,8 @@ struct Names {
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* is_cuda = PyUnicode_InternFromString("is_cuda");
+  PyObject* numel = PyUnicode_InternFromString("numel");
+  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
 };
 const Names& names() {
   static const Names made;  // lives as long as the process, as the strings do
@@ -110,8 +113,13 @@ bool is_torch(py::handle object) {
   return true;
 }
 
-DType torch_dtype(py::handle dtype) {
+std::unordered_map<PyObject*, DType>& torch_dtypes() {
   static std::unordered_map<PyObject*, DType> known;  // dtypes live as long as torch; guarded by the GIL
+  return known;
+}
+
+DType torch_dtype(py::handle dtype) {
+  std::unordered_map<PyObject*, DType>& known = torch_dtypes();
   const auto found = known.find(dtype.ptr());
   if (found != known.end()) return found->second;
   const std::string name = py::str(dtype);
@@ -314,13 +322,21 @@ void bind_tensors(py::module_& m) {
       EAGLEX_TENSOR(BatchTensors, num_valid) EAGLEX_TENSOR(BatchTensors, draft_from)
       EAGLEX_TENSOR(BatchTensors, req_pool_indices) EAGLEX_TENSOR(BatchTensors, seq_lens)
       EAGLEX_TENSOR(BatchTensors, out_cache_loc)
-      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms);
+      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms)
+      .def("move", [](BatchTensors& self, py::handle aux_hidden_states, py::handle input_ids, py::handle num_valid,
+                      py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc) {
+        return bindings::move({{&self.aux_hidden_states, aux_hidden_states}, {&self.input_ids, input_ids}, {&self.num_valid, num_valid},
+                               {&self.req_pool_indices, req_pool_indices}, {&self.seq_lens, seq_lens}, {&self.out_cache_loc, out_cache_loc}});
+      }, bindings::kMove);
   py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
       EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_TENSOR(VerifyTensors, req_pool_indices)
       EAGLEX_TENSOR(VerifyTensors, seq_lens) EAGLEX_TENSOR(VerifyTensors, bonus_tokens)
       EAGLEX_TENSOR(VerifyTensors, draft_tokens) EAGLEX_TENSOR(VerifyTensors, positions)
       EAGLEX_TENSOR(VerifyTensors, retrieve_index) EAGLEX_TENSOR(VerifyTensors, retrieve_next_token)
-      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask);
+      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask)
+      .def("move", [](VerifyTensors& self, py::handle req_pool_indices, py::handle seq_lens, py::handle bonus_tokens) {
+        return bindings::move({{&self.req_pool_indices, req_pool_indices}, {&self.seq_lens, seq_lens}, {&self.bonus_tokens, bonus_tokens}});
+      }, bindings::kMove);
 #undef EAGLEX_TENSOR
 #undef EAGLEX_FIELD
 }
@@ -394,6 +410,25 @@ TensorView borrow(py::handle value, const std::string& field) {
 
 std::string show(const TensorView& view) {
   return ::show(view);
+}
+
+bool move(std::initializer_list<std::pair<TensorView*, py::handle>> tensors) {
+  std::array<std::uintptr_t, kMaxMoved> addresses{};
+  std::size_t count = 0;
+  for (const auto& [view, tensor] : tensors) {
+    const auto dtype = torch_dtypes().find(get(tensor, names().dtype).ptr());
+    if (dtype == torch_dtypes().end() || dtype->second != view->dtype ||
+        call(tensor, names().numel).cast<std::int64_t>() != view->numel() || !view->contiguous() ||
+        !call(tensor, names().is_contiguous).cast<bool>()) {
+      return false;
+    }
+    addresses.at(count++) = call(tensor, names().data_ptr).cast<std::uintptr_t>();
+  }
+  count = 0;
+  for (const auto& [view, tensor] : tensors) {
+    view->data = reinterpret_cast<void*>(addresses.at(count++));  // NOLINT(performance-no-int-to-ptr)
+  }
+  return true;
 }
 
 }  // namespace eaglex::bindings

@@ -3,7 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "core/tensor.h"
 
@@ -12,6 +14,14 @@ namespace eaglex::bindings {
 // What `field` was given as a borrowed tensor, or an error that names it.
 [[nodiscard]] TensorView borrow(pybind11::handle value, const std::string& field);
 [[nodiscard]] std::string show(const TensorView& view);
+
+// Points these at the tensors' memory: false, with none of them changed, unless each tensor is dense and has its view's
+// type and number of elements. For calls of one shape, of which the first has been checked in full.
+[[nodiscard]] bool move(std::initializer_list<std::pair<TensorView*, pybind11::handle>> tensors);
+inline constexpr std::size_t kMaxMoved = 6;
+inline constexpr const char* kMove =
+    "The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' "
+    "types and sizes.";
 
 void bind_bridge(pybind11::module_& m);
 

@@ -98,7 +98,10 @@ void bind_terms(py::module_& m) {
       #name, [](const LaneTensors& self) { return show(self.name); },                    \
       [](LaneTensors& self, py::handle value) { self.name = borrow(value, #name); })
   py::class_<LaneTensors>(m, "LaneTensors").def(py::init<>())
-      EAGLEX_TENSOR(slots) EAGLEX_TENSOR(lens) EAGLEX_TENSOR(num_valid);
+      EAGLEX_TENSOR(slots) EAGLEX_TENSOR(lens) EAGLEX_TENSOR(num_valid)
+      .def("move", [](LaneTensors& self, py::handle slots, py::handle lens, py::handle num_valid) {
+        return move({{&self.slots, slots}, {&self.lens, lens}, {&self.num_valid, num_valid}});
+      }, kMove);
 #undef EAGLEX_TENSOR
   // clang-format on
 }

@@ -413,6 +413,10 @@ class EngineTensors:
     def scores(self, arg1: typing.Any) -> None: ...
 class BatchTensors:
     def __init__(self) -> None: ...
+    def move(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any, arg3: typing.Any, arg4: typing.Any, arg5: typing.Any) -> bool:
+        """
+        The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' types and sizes.
+        """
     @property
     def aux_hidden_states(self) -> str: ...
     @aux_hidden_states.setter
@@ -456,6 +460,10 @@ class BatchTensors:
 class VerifyTensors:
     mask_mode: MaskMode
     def __init__(self) -> None: ...
+    def move(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> bool:
+        """
+        The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' types and sizes.
+        """
     @property
     def bonus_tokens(self) -> str: ...
     @bonus_tokens.setter
@@ -568,6 +576,10 @@ class FollowerTensors:
     def parents(self, arg1: typing.Any) -> None: ...
 class LaneTensors:
     def __init__(self) -> None: ...
+    def move(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> bool:
+        """
+        The same at other addresses: false, with nothing changed, where these are not dense or not of the first ones' types and sizes.
+        """
     @property
     def lens(self) -> str: ...
     @lens.setter

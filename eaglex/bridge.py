@@ -31,8 +31,10 @@ from eaglex.engine import (
     _speculation,
     _verify_fields,
     current_stream,
+    repeated_tree_of,
 )
 from eaglex.errors import BridgeError, ConfigError, first_line
+from eaglex.repeated import RepeatedLanes, RepeatedTree
 
 _log = logging.getLogger(__name__)
 
@@ -348,6 +350,19 @@ class Bridge:
         """Messages `pushed` and `received`, and those of them with `drafts`."""
         return {name: int(count) for name, count in self._bridge.counters().items()}
 
+    def repeated_lanes(self, slots: Tensor, lens: Tensor, num_valid: Tensor) -> RepeatedLanes:
+        """For `push_lanes` and `receive_lanes` of as many requests, with a transport between GPUs."""
+        given = {"slots": slots, "lens": lens, "num_valid": num_valid}
+        return RepeatedLanes(_fill(self._binary.LaneTensors(), **given))
+
+    def push_lanes(self, lanes: Any, *, draft: bool, stream: int) -> None:
+        """`push` of what `RepeatedLanes.at` gives; the caller keeps it alive until it has run."""
+        self._bridge.enqueue_push(self._tensors, lanes, draft=draft, stream=stream)
+
+    def receive_lanes(self, lanes: Any, *, stream: int) -> None:
+        """`receive`, as `push_lanes`."""
+        self._bridge.enqueue_receive(self._tensors, lanes, stream=stream)
+
 
 class Follower:
     """`tree` for a rank that does not draft, as `DraftEngine.tree`; where the bridge's results are."""
@@ -363,6 +378,13 @@ class Follower:
         bridge = self._bridge
         fields = _verify_fields(bridge._binary, out, ids)
         bridge._inputs.call(bridge._follower.tree, bridge._binary.VerifyTensors(), fields, stream)
+
+    def repeated_tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
+    ) -> RepeatedTree:
+        """As `DraftEngine.repeated_tree`."""
+        ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+        return repeated_tree_of(self._binary, self._follower.tree, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.reference import rope_frequencies
+from eaglex.repeated import RepeatedRun, RepeatedTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,6 +239,29 @@ class DraftEngine:
         fields = _verify_fields(self._binary, out, ids)
         self._inputs.call(self._engine.tree, self._binary.VerifyTensors(), fields, stream)
 
+    def repeated_run(self, batch: DraftBatch) -> RepeatedRun:
+        """`run` for batches of this one's shape, at a tenth of the CPU time; out_cache_loc is given, rejection not.
+
+        Must be dropped before the engine.
+        """
+        filled = _fill(self._binary.BatchTensors(), **_fields(batch))
+        if batch.out_cache_loc is None or batch.temperatures is not None:
+            raise ConfigError("repeated_run: expected out_cache_loc and no temperatures")
+        return RepeatedRun(self._launch_run, filled, (batch.row_start, batch.draft_from))
+
+    def repeated_tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
+    ) -> RepeatedTree:
+        """`tree` into these tensors, as `repeated_run`."""
+        ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+        return repeated_tree_of(self._binary, self._launch_tree, out, ids)
+
+    def _launch_run(self, filled: Any, stream: int) -> None:
+        self._engine.run(filled, stream)
+
+    def _launch_tree(self, filled: Any, stream: int) -> None:
+        self._engine.tree(filled, stream)
+
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""
         return {
@@ -301,9 +325,17 @@ class _Inputs:
                 self._running.append((number, tensors))
 
 
+# torch's own, which Triton's launcher takes too: a tenth of the time of current_stream(), which makes a Stream
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def current_stream(device: torch.device) -> int:
     """The stream that torch launches to on `device`, as the engine takes it; 0 on a CPU."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    if _raw_stream is not None and device.index is not None:
+        return _raw_stream(device.index)
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _extension() -> Any:
@@ -338,6 +370,14 @@ _NAMES: dict[type, tuple[str, ...]] = {}  # dataclasses.fields() costs more than
 def _verify_fields(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> dict[str, Any]:
     """What fills the binary's VerifyTensors; ids holds req_pool_indices, seq_lens and bonus_tokens."""
     return _fields(out) | ids | {"mask_mode": getattr(binary.MaskMode, out.mask_mode.name)}
+
+
+def repeated_tree_of(
+    binary: Any, launch: Callable[[Any, int], None], out: VerifyTensors, ids: dict[str, Tensor]
+) -> RepeatedTree:
+    """A `tree` of one shape, for an engine's and a follower's alike."""
+    filled = _fill(binary.VerifyTensors(), **_verify_fields(binary, out, ids))
+    return RepeatedTree(launch, filled, dataclasses.replace(out))
 
 
 def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:

@@ -12,8 +12,6 @@ tokens a verification gave, bonus token included.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 
 CHAIN = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
@@ -23,6 +21,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the target model: a path or a repository's name")
     parser.add_argument("--draft", required=True, help="its EAGLE-3 head")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the target; one of them drafts")
     parser.add_argument("--tree", action="store_true", help="draft a tree of 16 nodes instead of a chain of 5 tokens")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("prompts", nargs="*", default=["The three laws of thermodynamics are"])
@@ -31,14 +30,13 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
-    # Read by every process that the engine starts, so it is set before any of them exists.
-    os.environ["EAGLEX_OPTIONS"] = json.dumps({"drafter": "engine"})
-    import sglang
+    import sglang  # eaglex's own options, if any, are in EAGLEX_OPTIONS before this
 
     engine = sglang.Engine(
         model_path=chosen.target,
         speculative_algorithm="EAGLEX",
         speculative_draft_model_path=chosen.draft,
+        tp_size=chosen.tp,
         **(TREE if chosen.tree else CHAIN),
     )
     sampling = {"temperature": 0.0, "max_new_tokens": chosen.max_new_tokens}

@@ -1,10 +1,9 @@
 #!/bin/sh
 # An SGLang server that drafts with eaglex:  sglang_server.sh TARGET DRAFT [more of SGLang's own flags]
-# Needs sglang==0.5.17 and eaglex in one environment.
+# Needs sglang==0.5.17 and eaglex in one environment. eaglex's own options are in EAGLEX_OPTIONS (docs/sglang.md).
 set -eu
 target=$1 draft=$2
 shift 2
-export EAGLEX_OPTIONS="${EAGLEX_OPTIONS:-{\"drafter\": \"engine\"\}}"
 exec python3 -m sglang.launch_server \
   --model-path "$target" \
   --speculative-algorithm EAGLEX \

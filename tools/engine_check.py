@@ -8,8 +8,9 @@
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below); SECONDS for all of it (default 300); NO_HOST=1
-leaves the comparison worker out. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
+(default 300); GPU of the engines on one (0); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves
+the comparison worker out, HOST_CASES names the cases that it serves. Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
@@ -32,17 +33,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from socket_check import Process, about, serve_all, until
 from socket_parts import cases as socket_cases
-from socket_parts.cases import compared, environment_of
+from socket_parts.cases import PENALTIES, compared, environment_of, gpus_of
 from socket_parts.engine import write
 
-CASES = ("chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64")
+CASES = (
+    "chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64", "chain, page 16", "chain, page 64",
+    "chain, features", "tree, features", "chain, weight updates", "chain, forced retraction", "chain, sampled",
+    "chain, small pool", "chain, 3 slots, page 64",
+)  # fmt: skip
+GPU = os.environ.get("GPU", "0")  # of the engines on one
 STOCK, HOST, ENGINE = ALL_LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
 LANES = tuple(lane for lane in ALL_LANES if lane != HOST or not os.environ.get("NO_HOST"))
 CLOSE = 0.01  # accept lengths: by how much they may differ
 
 
+def lanes_of(name: str) -> tuple[str, ...]:
+    """Who serves a case."""
+    if "weight updates" in name:  # EAGLE3 cannot read its target's files anew: its draft is given them too, and fails
+        return (ENGINE,)
+    chosen = os.environ.get("HOST_CASES")
+    return tuple(lane for lane in LANES if lane != HOST or chosen is None or name in chosen.split("; "))
+
+
 def lane_environment(lane: str) -> dict[str, str]:
-    return {"EAGLEX_OPTIONS": json.dumps({"drafter": "engine"})} if lane == ENGINE else {}
+    return {"EAGLEX_OPTIONS": json.dumps({"drafter": "engine" if lane == ENGINE else "host"})}
 
 
 def algorithm_of(lane: str) -> str:
@@ -59,6 +73,8 @@ def judged(name: str, stock: dict[str, Any], ours: dict[str, Any], lane: str) ->
     first, second = row["accept_length"].values()
     row["lane"], row["accept_ratio"] = lane, second / first
     if lane == ENGINE:
+        row["penalised"] = [place for place in row["different"] if is_penalised(place, ours)]
+        row["different"] = [place for place in row["different"] if place not in row["penalised"]]
         row["rounded_otherwise"] = [place for place in row["different"] if may_round(name, place, stock, ours)]
         wrong = len(row["different"]) - len(row["rounded_otherwise"])
         row["equal"] = bool(
@@ -73,11 +89,33 @@ def may_round(name: str, place: list[int], stock: dict[str, Any], ours: dict[str
     return name.startswith("tree") and (a["verify"], a["correct"]) != (b["verify"], b["correct"])
 
 
+def is_penalised(place: list[int], ours: dict[str, Any]) -> bool:
+    """Whether what a request says depends on timing, in EAGLE3 as well."""
+    return not PENALTIES.isdisjoint(ours["passes"][place[0]]["requests"][place[1]].get("feature", "").split(", "))
+
+
+def judged_alone(name: str, ours: dict[str, Any]) -> dict[str, Any]:
+    """Weight updates: the same tokens with the same weights read again, and drafts that follow another embedding."""
+    first, again, changed = (run["requests"] for run in ours["passes"])
+    accept = [1 + sum(r.get("correct", 0) for r in run) / sum(r.get("verify", 0) for r in run)
+              for run in (first, again, changed)]  # fmt: skip
+    answered = [place for place, one in enumerate(first) if "ids" in one]
+    different = [[1, p, -1, -1] for p in answered if first[p]["ids"] != again[p].get("ids")]
+    moved = sum(first[p]["ids"] != changed[p].get("ids") for p in answered)
+    return {
+        "case": name, "lane": ENGINE, "prompts": len(answered), "tokens": sum(len(first[p]["ids"]) for p in answered),
+        "different": different, "accept_length": {"before": accept[0], "after": accept[2]}, "changed": moved,
+        "equal": bool(answered and moved and not different and accept[2] > (1 - 10 * CLOSE) * accept[0]),
+    }  # fmt: skip
+
+
 def shown(row: dict[str, Any]) -> str:
     if row.get("missing"):
         return f"| {row['case']} | {row['lane']} | not served: {', '.join(row['missing'])} | | | |"
     accept = " / ".join(f"{value:.3f}" for value in row["accept_length"].values())
-    verdict = "equal" if row["equal"] else f"DIFFERS {row.get('first_error', '')}"
+    verdict = "equal" if row["equal"] else f"DIFFERS {row['different'][:4]} {row.get('first_error', '')}"
+    if "logprob_error" in row:
+        verdict += f", log-probabilities within {row['logprob_error']:.2g}"
     if row["equal"] and row["different"]:
         verdict = "equal but for rounding in other trees"
     return (
@@ -104,11 +142,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.served: dict[tuple[str, str], Process] = {}
-        for number, (name, lane) in enumerate((name, lane) for name in self.names for lane in LANES):
+        for number, (name, lane) in enumerate((case, lane) for case in self.names for lane in lanes_of(case)):
             result = file_of(self.out, name, lane)
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
-            self.served[name, lane] = Process(arguments, result, "0", 22000 + 7 * number, environment)
+            devices = "0,1" if gpus_of(name) > 1 else GPU
+            self.served[name, lane] = Process(arguments, result, devices, 22000 + 7 * number, environment)
 
     def left(self) -> float:
         return max(1.0, float(os.environ.get("SECONDS", 300)) - (time.monotonic() - self.started))
@@ -118,8 +157,11 @@ class Plan:
 
 
 def serve(plan: Plan) -> dict[str, float]:
-    """All engines beside each other; each serves as soon as it is up. Seconds until each was."""
+    """All engines come up beside each other. Those on two GPUs serve first, one after the other, since a collective
+    waits until both ranks have the time slice of their GPU; then the others at once. Seconds until each was up.
+    """
     processes = list(plan.served.values())
+    pairs = [process for (name, _), process in plan.served.items() if gpus_of(name) > 1]
     for process in processes:
         process.start()
     up: dict[str, float] = {}
@@ -132,7 +174,13 @@ def serve(plan: Plan) -> dict[str, float]:
 
     until(all_up, plan.left() / 2)
     plan.say(f"{sum(process.has('.ready') for process in processes)} of {len(processes)} are up")
-    serve_all(processes, plan.left())
+    gate = os.environ.get("WAIT_FOR")  # other engines that are coming up
+    if gate:
+        until(lambda: Path(gate).exists(), plan.left() / 2)
+    for process in pairs:
+        serve_all([process], plan.left() / 2)
+        plan.say(f"on two GPUs: {process.result.stem} {'served' if process.has('.json') else 'FAILED'}")
+    serve_all([process for process in processes if process not in pairs], plan.left())
     plan.say(f"{sum(process.has('.json') for process in processes)} of {len(processes)} have served")
     return up
 
@@ -140,8 +188,17 @@ def serve(plan: Plan) -> dict[str, float]:
 def rows_of(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for name in plan.names:
-        found = {lane: plan.served[name, lane] for lane in LANES}
-        for lane in LANES[1:]:
+        found = {lane: plan.served[name, lane] for lane in lanes_of(name)}
+        if len(found) == 1:
+            process = found[ENGINE]
+            here = process.has(".json")
+            rows.append(
+                judged_alone(name, json.loads(process.result.read_text()))
+                if here
+                else {"case": name, "lane": ENGINE, "equal": False, "missing": [ENGINE]}
+            )
+            continue
+        for lane in list(found)[1:]:
             missing = [one for one in (STOCK, lane) if not found[one].has(".json")]
             if missing:
                 rows.append({"case": name, "lane": lane, "equal": False, "missing": missing})

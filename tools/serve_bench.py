@@ -66,7 +66,10 @@ def process_of(name: str, out: Path, number: int) -> Process:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
     devices = ",".join(map(str, range(int(os.environ.get("TP", "1")))))
-    return Process(["serve", name, str(result)], result, devices, 23000 + 11 * number, environment)
+    port = 23000 + 200 * int(os.environ.get("TP", "1")) + 11 * number
+    if devices != "0":  # the host refuses to start where other engines hold unequal parts of the two
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    return Process(["serve", name, str(result)], result, devices, port, environment)
 
 
 def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str) -> list[dict[str, Any]]:

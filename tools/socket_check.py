@@ -50,6 +50,9 @@ def install(site: Path) -> None:
     shutil.copy(Path(__file__).parent / "socket_parts" / "probe.py", site / "socket_probe.py")
 
 
+COMPARISON = {"EAGLEX_OPTIONS": '{"drafter": "host"}'}  # SGLang's own draft, run early
+
+
 @dataclass
 class Process:
     """One engine's process. `result` names its files: .json what it served, .ready, .go0, .round0, .log."""
@@ -141,7 +144,8 @@ class Plan:
                 result = self.out / f"{stem}.json"
                 arguments = ["case", name, algorithm, str(self.pair), str(self.prompts), str(result)]
                 port = 21000 + 7 * len(self.cases)
-                process = Process(arguments, result, devices, port, environment_of(name))
+                environment = environment_of(name) | COMPARISON
+                process = Process(arguments, result, devices, port, environment)
                 self.cases[name, algorithm, repeat] = process
         self.pairs = [process for key, process in self.cases.items() if gpus_of(key[0]) > 1]
         self.single = [process for key, process in self.cases.items() if gpus_of(key[0]) == 1]
@@ -149,7 +153,7 @@ class Plan:
         if not os.environ.get("NO_TIMES"):
             for number, algorithm in enumerate(ALGORITHMS):
                 result = self.out / f"time-{algorithm}.json"
-                probe = {"SOCKET_PROBE": str(self.out / f"probe-{algorithm}.txt")}
+                probe = {"SOCKET_PROBE": str(self.out / f"probe-{algorithm}.txt")} | COMPARISON
                 arguments = ["time_one", algorithm, str(result)]
                 self.timed[algorithm] = Process(arguments, result, "0", 20000 + 7 * number, probe)
 

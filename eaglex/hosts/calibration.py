@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,25 +41,22 @@ def target_text(
     *,
     nodes: int,
     context: int,
-    decide: Callable[[int], int] | None = None,
 ) -> CalibrationText:
     """The end of the prompt and up to 128 tokens of the target's own greedy text behind it: what it will draft for.
 
-    At most 5 s, but 16 tokens, and one verification's time by forwards of `nodes` tokens. With a target on several
-    ranks all call this; `decide` makes their choice one (then there is no limit of seconds, which ranks would see
-    differently).
+    At most 5 s, but 16 tokens, and one verification's time by forwards of `nodes` tokens.
     """
     count = min(SAID, max(2, (context - nodes) // 2))
-    ids = list(prompt[-min(PROMPT, context - nodes - count) :])
+    ids = list(prompt[-max(1, min(PROMPT, context - nodes - count)) :])
     cache, device = target.new_cache(), target.device
     logits, aux = target.extend(cache, torch.tensor(ids, device=device))
-    pieces, said = [aux], [_chosen(logits, decide)]
+    pieces, said = [aux], [int(logits.argmax())]
     begun = time.perf_counter()
     while len(said) < count:
         logits, aux = target.extend(cache, torch.tensor(said[-1:], device=device))
         pieces.append(aux)
-        said.append(_chosen(logits, decide))
-        if decide is None and len(said) >= LEAST and time.perf_counter() - begun > SECONDS:
+        said.append(int(logits.argmax()))
+        if len(said) >= LEAST and time.perf_counter() - begun > SECONDS:
             break
     length = len(ids) + len(said) - 1
     seconds = []
@@ -106,11 +103,6 @@ def agreed(best: Tensor, d2t: Tensor | None, follows: Tensor) -> float:
     """Share of rows whose best draft id [n] is the target's token [n]."""
     ids = best if d2t is None else best + d2t[best]
     return float((ids.cpu() == follows.cpu()).float().mean())
-
-
-def _chosen(logits: Tensor, decide: Callable[[int], int] | None) -> int:
-    token = int(logits.argmax())
-    return token if decide is None else decide(token)
 
 
 def _now(device: torch.device) -> float:

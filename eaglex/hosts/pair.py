@@ -17,14 +17,13 @@ from eaglex.drafter import Job
 from eaglex.engine import _extension
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts import auto_quant, hf_target
-from eaglex.hosts.calibration import target_text
+from eaglex.hosts.calibration import CalibrationText, stand_ins, target_text
 from eaglex.hosts.dedicated import DedicatedPlan
 from eaglex.hosts.hf_target import HookedTarget, TargetFacts
 from eaglex.hosts.team import Team
 from eaglex.hosts.transformers import HostLimits, TransformersHost, check_prompt
 from eaglex.hot_vocab import HotVocab, cut
 from eaglex.packed import Auto, DraftQuant
-from eaglex.reference import Accepted
 from eaglex.weights import DraftWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,7 +91,8 @@ class Pair:
         """Both models on `device` in `dtype`, bound to a host for one request of up to `max_length` tokens.
 
         With a team: this rank's part of the target, and the draft on rank 0 alone, or in a `dedicated` process.
-        Auto.AUTO needs the `prompt` (token ids), behind which the target writes what it measures precisions on.
+        Auto.AUTO needs the `prompt` (token ids), behind which the target writes what precisions are measured on; with a
+        team it does not, and stand-ins take the place of its text.
         """
         with contextlib.nullcontext() if team is None else team.members.step("weights"):
             speculation.check(self.draft.config)
@@ -103,9 +103,13 @@ class Pair:
             here = team is None or (team.drafts and dedicated is None)
             config, weights = self._load_draft(dtype, device) if here else (self.draft.config, None)
             speculation.check(config)
-        if self.source.quant is Auto.AUTO:
-            with contextlib.nullcontext() if team is None else team.guarded():
-                weights = self._measure(target, config, weights, speculation, prompt, team)
+            if self.source.quant is Auto.AUTO and weights is not None:
+                # Ranks are watched, so that none waits for ever, from the host's making on: until then none writes.
+                alone = team is None
+                text = self._text(target, prompt, speculation) if alone else stand_ins(config, weights)
+                choice = auto_quant.choose(config, weights, speculation, text=text, device=device)
+                self.quant, weights = choice.quant, quantize.quantize(weights, choice.quant, device=device)
+                self.notes += choice.lines
         return TransformersHost(
             target,
             config,
@@ -166,27 +170,9 @@ class Pair:
             self.notes.append(f"draft_quant: {self.source.quant}")
         return config, weights
 
-    def _measure(
-        self,
-        target: HookedTarget,
-        config: DraftConfig,
-        weights: DraftWeights | None,
-        speculation: SpeculationConfig,
-        prompt: Sequence[int],
-        team: Team | None,
-    ) -> DraftWeights | None:
-        """The draft in the precisions that pay. All ranks let the target write; the one with the draft measures."""
+    def _text(self, target: HookedTarget, prompt: Sequence[int], speculation: SpeculationConfig) -> CalibrationText:
         check_prompt(prompt, context=self.context, vocab_size=self.target.vocab_size)
-        text = target_text(
-            target, prompt, nodes=speculation.num_draft_tokens, context=self.context,
-            decide=None if team is None else lambda token: team.decide(lambda: Accepted([0], [token])).tokens[0],
-        )  # fmt: skip
-        if weights is None:
-            return None
-        choice = auto_quant.choose(config, weights, speculation, text=text, device=target.device)
-        self.quant = choice.quant
-        self.notes += choice.lines
-        return quantize.quantize(weights, choice.quant, device=target.device)
+        return target_text(target, prompt, nodes=speculation.num_draft_tokens, context=self.context)
 
     def _examine(self) -> checkpoint.Facts:
         source = self.source

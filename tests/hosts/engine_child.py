@@ -49,14 +49,19 @@ def verify_input(package: str) -> dict[str, Any]:
     for name in ("sglang.kernels.ops.attention.utils", "sglang.srt.model_executor.forward_batch_info"):
         sys.modules[name] = AbsentModule(name)  # of no use here, and they import most of what is not installed
     from eaglex.config import SpeculationConfig
+    from eaglex.hosts.sglang import compat
     from eaglex.hosts.sglang.engine_draft import EngineDraft
+    from eaglex.hosts.sglang.verify_input import VerifyPool
 
     given: list[Any] = []
     draft = EngineDraft.__new__(EngineDraft)
     draft.speculation, draft.topk = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=6), 2
     draft.device = torch.device("cpu")
-    draft.speculative_num_steps, draft.speculative_num_draft_tokens, draft._buffers = 3, 6, {}
-    draft._engine = SimpleNamespace(tree=lambda tensors, **kw: given.append(tensors))  # type: ignore[assignment]
+    draft.speculative_num_steps, draft.speculative_num_draft_tokens, draft._buffers = 3, 6, VerifyPool(draft.device)
+    draft._verify_input = compat.symbol("EagleVerifyInput")
+    draft._engine = SimpleNamespace(  # type: ignore[assignment]
+        tree=lambda tensors, **kw: given.append(tensors), repeated_tree=lambda tensors, **kw: None
+    )
     found: dict[str, Any] = {}
     for mode, cells in (("FULL_MASK", 4 * 6 * 106), ("QLEN_ONLY", 4 * 6 * 6)):  # tree_mask_numel for 4 requests
         place = SimpleNamespace(

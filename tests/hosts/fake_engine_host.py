@@ -44,7 +44,9 @@ from eaglex import checkpoint, reference
 from eaglex.hosts.sglang import break_even, compat, options
 
 BAD = -7
-MODULES = tuple(f"eaglex.hosts.sglang.{name}" for name in ("engine_draft", "engine_worker"))
+MODULES = tuple(
+    f"eaglex.hosts.sglang.{name}" for name in ("draft_side", "engine_draft", "follower_draft", "engine_worker")
+)
 
 
 @dataclass
@@ -308,7 +310,8 @@ def server_args(setting: Setting) -> Any:
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
         model_path=str(TINY / "target"), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
         max_speculative_num_draft_tokens=max((setting.nodes, *(steps + 1 for steps in setting.adaptive))),
-        speculative_adaptive_config="adaptive.json", enable_metrics=setting.metrics, served_model_name="tiny",
+        speculative_adaptive_config="adaptive.json", speculative_draft_model_quantization=None, quantization=None,
+        enable_metrics=setting.metrics, served_model_name="tiny",
     )  # fmt: skip
 
 
@@ -320,7 +323,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
-def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
+def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size: int = 1) -> Iterator[Host]:
     """A host whose worker has been started, in the order in which the host starts one."""
     setting = setting or Setting()
     host = Host(setting, seed)
@@ -340,6 +343,7 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "symbol", symbols.__getitem__)
         chosen = {"drafter": "engine", "max_rows": setting.max_rows, "pausing": setting.pausing}
+        chosen |= setting.options
         patch.setenv(options.VARIABLE, json.dumps(chosen))
         patch.setattr(break_even, "clock_of", lambda device: seconds_of)
         for name, stand_in in {
@@ -350,9 +354,9 @@ def made_host(setting: Setting | None = None, seed: int = 0) -> Iterator[Host]:
         for name in MODULES:
             sys.modules.pop(name, None)
         try:
-            host.worker_target = target = TargetWorker(setting)
-            made = importlib.import_module(MODULES[1]).EaglexEngineWorker(
-                server_args(setting), 0, SimpleNamespace(tp_rank=0, tp_size=1), 0, target
+            host.worker_target = target = TargetWorker(setting, rank, size)
+            made = importlib.import_module(MODULES[-1]).EaglexEngineWorker(
+                server_args(setting), 0, SimpleNamespace(tp_rank=rank, tp_size=size), 0, target
             )
             host.worker, host.symbols = made, symbols
             made.alloc_memory_pool(

@@ -9,7 +9,7 @@ import contextlib
 import enum
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,8 +119,9 @@ class BaseSpecWorker:
 class TargetModel(torch.nn.Module):
     """The tiny target's embedding and head, padded as the host pads them, and its list of captured layers."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int = 0, size: int = 1) -> None:
         super().__init__()
+        self.rank, self.size = rank, size
         from safetensors.torch import load_file
 
         found = load_file(TINY / "target" / "model.safetensors")
@@ -131,7 +132,8 @@ class TargetModel(torch.nn.Module):
         self.inner.layers_to_capture = []
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
-        return self.embed, self.head
+        """This rank's shards: the padded rows, split evenly and in order."""
+        return self.embed.chunk(self.size)[self.rank], self.head.chunk(self.size)[self.rank]
 
     def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
         self.inner.layers_to_capture = [i + 1 for i in layer_ids]
@@ -182,6 +184,7 @@ class Setting:
     pausing: bool = False
     adaptive: tuple[int, ...] = ()
     metrics: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 SPENT = [0.0]  # seconds that the target's graphs have run
@@ -244,10 +247,25 @@ class AdaptiveParams:
         self.steps = self.choose.choice(self.candidate_steps)
 
 
+class Group:
+    """The host's tensor-parallel group, in what is used of it, over the default process group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank_in_group, self.world_size, self.ranks = rank, size, list(range(size))
+        self.cpu_group = None
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        if self.world_size == 1:
+            return obj
+        found = [obj]
+        torch.distributed.broadcast_object_list(found, src=src)
+        return found[0]
+
+
 class TargetWorker:
     """Answers a prefill with what the host's model has prepared."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, rank: int = 0, size: int = 1) -> None:
         self.answer: Result | None = None
         self.setting = setting
         self.model_config = SimpleNamespace(
@@ -255,7 +273,7 @@ class TargetWorker:
             spec_hidden_size=256,
         )  # fmt: skip
         self.model_runner = SimpleNamespace(
-            model=TargetModel(setting.dtype),
+            model=TargetModel(setting.dtype, rank, size),
             model_config=self.model_config,
             is_hybrid_swa=False,
             spec_aux_config=SimpleNamespace(
@@ -264,7 +282,7 @@ class TargetWorker:
             token_to_kv_pool=SimpleNamespace(post_capture_active=False),
             context=Context(setting), init_new_workspace=False, decode_cuda_graph_runner=None,
             _get_attention_backend=self.attention_backend, _decode_cuda_graph_runner_cls=lambda: GraphRunner,
-            tp_group=SimpleNamespace(broadcast_object=lambda obj, src: obj),
+            tp_group=Group(rank, size),
         )  # fmt: skip
         self.model_runner.attn_backend = self.attention_backend()
         if setting.graphs:

@@ -26,6 +26,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.name = "draft" if priority else "forward"
+        self.cuda_stream = -priority
 
     def wait_event(self, event: Event) -> None:
         LOG.append(f"{self.name} waits for {event.name}")

@@ -88,3 +88,30 @@ def test_only_one_lane_runs_the_engine() -> None:
     chosen = {lane: options.read(lane_environment(lane)).drafter for lane in LANES}
     assert chosen == {"EAGLE3": Drafter.HOST, HOST: Drafter.HOST, ENGINE: Drafter.ENGINE}
     assert [engine_check.algorithm_of(lane) for lane in LANES] == ["EAGLE3", "EAGLEX", "EAGLEX"]
+
+
+def test_weight_updates_are_judged_by_the_engine_alone() -> None:
+    def passes(*changes: Any) -> dict[str, Any]:
+        made = served("EAGLEX")
+        first = made["passes"][0]["requests"]
+        runs = [[dict(one, ids=list(one.get("ids", []))) if "ids" in one else one for one in first] for _ in range(3)]
+        for run, change in zip(runs, changes, strict=True):
+            change(run)
+        return {"passes": [{"requests": run, "seconds": 1.0} for run in runs]}
+
+    name = "chain, weight updates"
+    assert engine_check.lanes_of(name) == (ENGINE,)
+    good = engine_check.judged_alone(name, passes(same, same, another_token))
+    assert good["equal"]
+    assert name in table({"cases": [good]})[2]
+    assert not engine_check.judged_alone(name, passes(same, another_token, another_token))["equal"]
+    assert not engine_check.judged_alone(name, passes(same, same, same))["equal"], "the update changed nothing"
+
+
+def test_what_is_penalised_depends_on_timing() -> None:
+    stock, ours = served("EAGLE3"), served("EAGLEX")
+    another_token(ours["passes"][0]["requests"])
+    ours["passes"][0]["requests"][1]["feature"] = "presence_penalty"
+    row = judged("chain, features", stock, ours, ENGINE)
+    assert row["equal"]
+    assert len(row["penalised"]) == 1

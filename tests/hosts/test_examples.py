@@ -61,7 +61,7 @@ def test_the_offline_example(tmp_path: Path, running_host: Path, tree: list[str]
     assert (given["model_path"], given["speculative_draft_model_path"]) == ("T", "D")
     assert given["speculative_algorithm"] == "EAGLEX"
     assert (given["speculative_eagle_topk"] > 1) is bool(tree)
-    assert options.read({options.VARIABLE: str(chosen)}).drafter is options.Drafter.ENGINE
+    assert options.read({options.VARIABLE: str(chosen or "")}).drafter is options.Drafter.ENGINE
 
 
 def flags_of(words: list[str]) -> list[str]:
@@ -74,7 +74,7 @@ def test_the_server_example(tmp_path: Path, running_host: Path) -> None:
     assert set(flags_of(given)) <= members(class_def(running_host, "sglang.srt.server_args", "ServerArgs"))
     assert given[given.index("--model-path") + 1] == "T"
     assert given[-2:] == ["--tp-size", "1"]
-    assert options.read({options.VARIABLE: str(chosen)}).drafter is options.Drafter.ENGINE
+    assert options.read({options.VARIABLE: str(chosen or "")}).drafter is options.Drafter.ENGINE
 
 
 def test_the_server_example_leaves_options_that_are_set(tmp_path: Path) -> None:

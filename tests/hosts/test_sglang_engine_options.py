@@ -15,17 +15,19 @@ from eaglex.aux_layers import AuxConvention
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import algorithm, arguments, aux_capture, compat, draft_memory, engine_arguments, options
 from eaglex.hosts.sglang.options import Drafter, Options, Placement
+from eaglex.packed import DraftQuant, Precision
 
 
-def test_no_options_run_the_hosts_own_draft() -> None:
+def test_no_options_run_the_engine() -> None:
     assert options.read({}) == Options()
-    assert options.read({options.VARIABLE: " "}).drafter is Drafter.HOST
+    assert options.read({options.VARIABLE: " "}).drafter is Drafter.ENGINE
 
 
 def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
-        "stop_below": 0.1, "max_rows": 512, "pausing": True,
+        "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
+        "draft_quant": "head=int4,mlp=fp8",
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -35,6 +37,10 @@ def test_options_are_read() -> None:
         stop_below=0.1,
         max_rows=512,
         pausing=True,
+        join_deadline=20.0,
+        deadline=2.5,
+        transport="nccl",
+        draft_quant=DraftQuant(head=Precision.INT4, mlp=Precision.FP8),
     )
     assert set(written) == {field for field in Options.__dataclass_fields__ if field != "DEFAULT_ROWS"}
 
@@ -58,7 +64,9 @@ WRONG = {
     '{"placement": 0}': "placement", '{"aux_layer_ids": [1.5]}': "a list of integers", '{"aux_layer_ids": []}': "aux",
     '{"convention": "both"}': "convention", '{"stop_below": 1}': "stop_below", '{"stop_below": "a"}': "a number",
     '{"pausing": 1}': "true or false",
-    '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer",
+    '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer", '{"deadline": 0}': "deadline",
+    '{"draft_quant": "int3"}': "draft_quant", '{"draft_quant": 8}': "a text",
+    '{"join_deadline": "soon"}': "a number", '{"transport": "tcp"}': "'p2p' or 'mailbox' or 'nccl'",
 }  # fmt: skip
 
 
@@ -75,6 +83,7 @@ def given(**changed: Any) -> SimpleNamespace:
     values |= {
         "speculative_draft_model_path": "a/head", "speculative_draft_model_revision": None, "trust_remote_code": False,
         "speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6,
+        "quantization": None, "speculative_draft_model_quantization": None,
         "chunked_prefill_size": 8192, "speculative_adaptive": False, "speculative_algorithm": "EAGLEX",
     }  # fmt: skip
     return SimpleNamespace(**(values | changed))
@@ -89,7 +98,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 REFUSED = {
-    "tp_size": 2, "enable_memory_saver": True, "speculative_draft_model_quantization": "fp8",
+    "nnodes": 2, "enable_memory_saver": True, "speculative_draft_model_quantization": "awq",
     "speculative_draft_load_format": "dummy", "speculative_draft_attention_backend": "triton", "pp_size": 2,
     "enable_hierarchical_cache": True, "disaggregation_mode": "prefill",
     "enable_dp_attention": True, "enable_two_batch_overlap": True, "enable_multi_layer_eagle": True,
@@ -104,6 +113,17 @@ def test_flags_that_are_refused_with_the_engine(option: str, value: Any) -> None
         arguments.refuse(given(**{option: value}))
     assert repr(value) in str(caught.value)
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.usefixtures("engine")
+def test_bits_of_the_draft_are_the_options_else_the_hosts_flag() -> None:
+    fp8, int4 = DraftQuant.every(Precision.FP8), DraftQuant.every(Precision.INT4)
+    of = engine_arguments.quant_of
+    for flag, wanted in ((None, None), ("unquant", None), ("fp8", fp8), ("modelopt", None)):
+        server_args = given(speculative_draft_model_quantization=flag, quantization="modelopt")
+        arguments.refuse(server_args)
+        assert of(server_args, Options()) == wanted
+        assert of(server_args, Options(draft_quant=int4)) == int4
 
 
 def test_every_flag_of_the_engine_is_tested() -> None:
@@ -133,7 +153,7 @@ def test_adaptive_steps_are_let_through_for_a_chain_of_the_engine(engine: pytest
     engine.setenv(options.VARIABLE, '{"drafter": "engine", "pausing": true}')
     with pytest.raises(ValueError, match=r"pausing=true.*speculative_adaptive=True"):
         arguments.refuse(adaptive)
-    engine.delenv(options.VARIABLE)
+    engine.setenv(options.VARIABLE, '{"drafter": "host"}')
     with pytest.raises(ValueError, match="speculative_adaptive=True"):
         arguments.refuse(adaptive)
 
@@ -170,7 +190,7 @@ def test_only_the_engine_keeps_drafted_tokens_out_of_the_hosts_slots(engine: pyt
     engine.setattr(compat, "symbol", {"SpeculativeAlgorithm": Enum, "CustomSpecAlgo": object}.__getitem__)
     made = algorithm.algorithm_class()()
     assert made.has_draft_kv() is False
-    engine.delenv(options.VARIABLE)
+    engine.setenv(options.VARIABLE, '{"drafter": "host"}')
     assert made.has_draft_kv() is True
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fake_engine_host import Host, made_host
 from fake_engine_parts import Setting, TreeMaskMode
 
+from eaglex.engine import DraftEngine
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import steps
+from eaglex.packed import DraftQuant, Precision
+from eaglex.quantize import quantize
 
 SETTINGS = {
     "chain": Setting(),
@@ -38,6 +42,15 @@ def test_every_verification_is_given_the_reference_draft(name: str) -> None:
         played(host)
         assert host.started > host.setting.slots, "slots were not used again"
         assert host.drafted > host.verified / 2, "most requests were verified without a draft"
+
+
+@pytest.mark.parametrize("precision", [Precision.FP8, Precision.INT4])
+def test_a_draft_of_fewer_bits_is_the_reference_of_these_bits(precision: Precision) -> None:
+    with made_host(Setting(options={"draft_quant": precision.value}), seed=7) as host:
+        host.weights = quantize(host.weights, DraftQuant.every(precision))
+        assert not isinstance(host.weights.layers[0].gate_proj, torch.Tensor)
+        played(host, 12)
+        assert host.drafted > host.verified / 2
 
 
 PAUSING = {
@@ -95,7 +108,7 @@ def test_adaptive_steps_take_the_front_of_a_longer_draft(overlap: bool) -> None:
 def test_a_draft_that_is_never_joined_with_is_found_missing() -> None:
     """The schedules can fail: a worker that does not draft is caught by the first verification after a prompt."""
     with made_host() as host:
-        host.worker._draft_worker.draft_prefilled = lambda prefilled, drafting: None
+        host.worker._draft_worker.draft_prefilled = lambda prefilled, drafting, stream: None
         host.prefill(1)
         while any(request.unfinished for request in host.running):
             host.prefill(0)
@@ -113,6 +126,7 @@ def test_locations_of_the_table_would_harm_a_shared_prefix(monkeypatch: pytest.M
     monkeypatch.setattr(
         Translator, "after_verify", lambda self, v, **kw: dataclasses.replace(plain(self, v, **kw), out_cache_loc=None)
     )
+    monkeypatch.setattr(DraftEngine, "repeated_run", lambda self, batch: None)
 
     def harmed(seed: int) -> bool:
         with made_host(Setting(slots=2), seed) as host:

@@ -171,6 +171,9 @@ def test_inputs_are_kept_until_the_draft_has_run(host: Host, monkeypatch: pytest
     monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
     host.decode([])
     assert len(host.worker._stream.running) == 1
+    for _ in range(5):
+        host.decode([])
+    assert len(host.worker._stream.running) <= host.worker._stream.KEPT
 
 
 def test_a_target_that_does_not_capture_the_layers_is_named(host: Host) -> None:
@@ -195,10 +198,10 @@ def test_a_target_whose_embedding_cannot_be_shared_is_refused(host: Host) -> Non
     draft, model = host.worker._draft_worker, host.worker.target_worker.model_runner.model
     model.embed = model.embed.to(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"target's embed_tokens: expected .* torch.float32 .* torch.bfloat16"):
-        draft._held(2048, torch.float32)
+        draft.ranks.shared(model, ("embed_tokens",), 2048, torch.float32)
     model.embed = model.embed[:100].float()
     with pytest.raises(ConfigError, match="expected at least 2048 rows"):
-        draft._held(2048, torch.float32)
+        draft.ranks.shared(model, ("embed_tokens",), 2048, torch.float32)
 
 
 def test_a_held_tensor_is_taken_where_the_draft_has_none(host: Host) -> None:
@@ -261,7 +264,7 @@ def test_our_stand_in_of_the_base_class_inherits_nothing_that_the_host_has_not(r
         if isinstance(n, ast.ClassDef) and n.name == "BaseSpecWorker"
     )  # fmt: skip
     assert members(fake) <= real
-    worker, draft = ours("engine_worker.py", "EaglexEngineWorker"), ours("engine_draft.py", "EngineDraft")
+    worker, draft = ours("engine_worker.py", "EaglexEngineWorker"), ours("draft_side.py", "DraftSide")
     assert attributes_of(worker, "self") <= real | members(worker)
     assert attributes_of(worker, "self._draft_worker") <= members(draft)
 
@@ -273,24 +276,31 @@ def test_methods_have_the_signatures_that_the_host_calls(running_host: Path) -> 
     same = set(made) & set(stock)
     assert {"__init__", "forward_batch_generation", "verify", "alloc_memory_pool", "update_weights_from_disk"} <= same
     assert {name: parameters(made[name]) for name in same} == {name: parameters(stock[name]) for name in same}
-    draft = methods(ours("engine_draft.py", "EngineDraft"))
     wanted = methods(class_def(running_host, f"{SPECULATIVE}.eagle_worker_v2", "EagleDraftWorker"))
-    for name in ("alloc_memory_pool", "init_attention_backends", "init_cuda_graphs", "draft"):
-        assert parameters(draft[name]) == parameters(wanted[name])
+    for file, owner in DRAFTS.items():
+        draft = methods(ours(file, owner))
+        for name in ("alloc_memory_pool", "init_attention_backends", "init_cuda_graphs", "draft"):
+            if name in draft:
+                assert parameters(draft[name]) == parameters(wanted[name])
 
 
-def keywords_of(file: str, symbol: str) -> tuple[int, set[str]]:
-    """Positional arguments and keywords with which we call a symbol of the host."""
+DRAFTS = {
+    "draft_side.py": "DraftSide", "engine_draft.py": "EngineDraft", "follower_draft.py": "FollowerDraft",
+}  # fmt: skip
+
+
+def keywords_of(file: str, function: str) -> tuple[int, set[str]]:
+    """Positional arguments and keywords with which we call what is kept of the host."""
     for node in ast.walk(parse(OURS / file)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"compat.symbol('{symbol}')":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{function}":
             return len(node.args), {keyword.arg or "" for keyword in node.keywords}
-    raise LookupError(symbol)
+    raise LookupError(function)
 
 
 def test_verification_is_called_as_the_host_defines_it(running_host: Path) -> None:
     tree = parse(module_file(running_host, f"{SPECULATIVE}.eagle_worker_common"))
     verify = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run_eagle_verify")
-    count, given = keywords_of("engine_worker.py", "run_eagle_verify")
+    count, given = keywords_of("engine_worker.py", "_run_verify")
     named = [name for name in parameters(verify) if name != "*"]
     assert count == 1
     assert given == {name.rstrip("=") for name in named[1:]}
@@ -299,20 +309,20 @@ def test_verification_is_called_as_the_host_defines_it(running_host: Path) -> No
         node.target.id for node in verified.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is None
     }  # fmt: skip
-    assert keywords_of("engine_draft.py", "EagleVerifyInput")[1] == needed
+    assert keywords_of("draft_side.py", "_verify_input")[1] == needed
 
 
 FIELDS = {  # file, variable -> class of the host
     ("engine_worker.py", "batch"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
-    ("engine_draft.py", "batch"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
+    ("draft_side.py", "batch"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
     ("translate.py", "batch"): ("sglang.srt.managers.schedule_batch", "ScheduleBatch"),
     ("engine_worker.py", "result"): ("sglang.srt.managers.utils", "GenerationBatchResult"),
-    ("engine_draft.py", "place"): ("sglang.srt.layers.attention.verify_mask", "VerifyMask"),
+    ("verify_input.py", "kept"): ("sglang.srt.layers.attention.verify_mask", "VerifyMask"),
     ("engine_draft.py", "model_config"): ("sglang.srt.configs.model_config", "ModelConfig"),
     ("engine_draft.py", "args"): ("sglang.srt.server_args", "ServerArgs"),
     ("engine_arguments.py", "server_args"): ("sglang.srt.server_args", "ServerArgs"),
     ("draft_memory.py", "model_runner"): ("sglang.srt.model_executor.model_runner", "ModelRunner"),
-    ("engine_draft.py", "runner"): ("sglang.srt.model_executor.model_runner", "ModelRunner"),
+    ("draft_side.py", "runner"): ("sglang.srt.model_executor.model_runner", "ModelRunner"),
     ("draft_memory.py", "sizing"): ("sglang.srt.model_executor.pool_configurator", "DefaultPoolConfigurator"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def counted(**values: int) -> torch.Tensor:
 
 def test_counters_are_added_up_now_and_then() -> None:
     registry = CollectorRegistry()
-    made = Metrics("tiny", 0, device=CPU, registry=registry)
+    made = Metrics("tiny", 0, device=CPU, entered=contextlib.nullcontext, registry=registry)
     for number in range(1, 2 * EVERY):
         made.after_launch(counted(drafted=number, no_room=1))
     assert sample(registry, "eaglex:lanes_total", outcome="drafted") == EVERY
@@ -42,7 +43,7 @@ def test_counters_are_added_up_now_and_then() -> None:
 
 def test_another_engine_counts_on() -> None:
     registry = CollectorRegistry()
-    made = Metrics("tiny", 0, device=CPU, registry=registry)
+    made = Metrics("tiny", 0, device=CPU, entered=contextlib.nullcontext, registry=registry)
     for count in (7, 2):
         for _ in range(EVERY):
             made.after_launch(counted(drafted=count))
@@ -62,7 +63,7 @@ def test_a_copy_is_looked_at_only_when_it_has_come_over(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     registry = CollectorRegistry()
-    made = Metrics("tiny", 0, device=CPU, registry=registry)
+    made = Metrics("tiny", 0, device=CPU, entered=contextlib.nullcontext, registry=registry)
     made._gpu = True
     for number in range(3 * EVERY):
         made.after_launch(counted(drafted=number + 1))

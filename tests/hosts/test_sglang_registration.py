@@ -19,6 +19,7 @@ import eaglex
 from eaglex.hosts.sglang import NAME, arguments, compat
 
 ROOT = Path(eaglex.__file__).parent.parent
+HOST_DRAFT = '{"drafter": "host"}'  # the engine's own arguments: test_sglang_engine_options.py
 
 
 def install(site: Path, target: str = "eaglex.hosts.sglang:register") -> Path:
@@ -49,7 +50,7 @@ def test_answers_as_eagle3(host: Path, tmp_path: Path) -> None:
     assert said["borrowed"]
     assert said["need_topk"] is False
     assert said["supports_overlap"] is True
-    assert said["has_draft_kv"] is True
+    assert said["has_draft_kv"] is False
     assert not said["worker_imported"], "the worker imports most of the host; the launcher needs none of it"
 
 
@@ -136,6 +137,7 @@ def given(**changed: Any) -> SimpleNamespace:
 @pytest.fixture
 def on_a_supported_version(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     architectures = ["LlamaForCausalLMEagle3"]
+    monkeypatch.setenv("EAGLEX_OPTIONS", HOST_DRAFT)
     monkeypatch.setattr(compat, "installed_version", lambda: compat.RUN_VERSIONS[0])
     monkeypatch.setattr(compat, "symbol", lambda name: lambda path, **_: SimpleNamespace(architectures=architectures))
     return architectures
@@ -183,7 +185,8 @@ def test_another_version_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPa
     assert str(caught.value).count(". ") == 0
 
 
-def test_the_draft_backend_is_set_where_it_is_open() -> None:
+def test_the_draft_backend_is_set_where_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEX_OPTIONS", HOST_DRAFT)
     options = given()
     arguments.complete(options)
     assert options.speculative_draft_attention_backend == arguments.DRAFT_BACKEND

@@ -45,6 +45,7 @@ def prefilled(lengths: list[int], prefixes: list[int], unfinished: Unfinished | 
         input_ids=torch.tensor(ids),
         next_token_ids=torch.tensor([900 + b for b in range(len(lengths))], dtype=torch.int32),
         req_pool_indices=torch.tensor([7 - b for b in range(len(lengths))]),
+        seq_lens=torch.tensor([p + n for p, n in zip(prefixes, lengths, strict=True)]),
         out_cache_loc=torch.arange(len(ids)) + 50,
         extend_lens=lengths,
         prefix_lens=prefixes,

@@ -26,25 +26,27 @@ def sampled() -> bool:
     return cycle["number"] % EVERY == 0
 
 
-def event() -> Any:
+def event(stream: int | None = None) -> Any:
+    """Recorded on the current stream, or on this one (a cudaStream_t)."""
     import torch
 
     made = torch.cuda.Event(enable_timing=True)
-    made.record()
+    made.record(None if stream is None else torch.cuda.ExternalStream(stream))
     return made
 
 
-def timed(owner: Any, name: str, stage: str) -> None:
-    """GPU time of a method, on the stream that is current around it."""
+def timed(owner: Any, name: str, stage: str, *, takes_stream: bool = False) -> None:
+    """GPU time of a method, on the stream that is current around it, or that it takes as its last argument."""
     original = getattr(owner, name)
 
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
         batch = cycle["batch"]
         if not sampled() or not batch:
             return original(self, *arguments, **options)
-        start = event()
+        stream = arguments[-1] if takes_stream else None
+        start = event(stream)
         result = original(self, *arguments, **options)
-        pending.append((stage, batch, start, event()))
+        pending.append((stage, batch, start, event(stream)))
         return result
 
     setattr(owner, name, wrapped)
@@ -81,7 +83,7 @@ def forward(owner: Any, path: str) -> None:
         extends = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if extends:
             cycle["batch"] = 0
-            if os.path.exists(path + ".want"):
+            if self.ps.tp_rank == 0 and os.path.exists(path + ".want"):
                 write(path)
             return original(self, batch, *arguments, **options)
         cycle["number"] += 1
@@ -145,7 +147,7 @@ def activate() -> None:
 
         launch(DraftStream)
         timed(EngineDraft, "draft", "draft")
-        timed(EngineDraft, "draft_verified", "extend")
+        timed(EngineDraft, "draft_verified", "extend", takes_stream=True)
     elif engine == "socket":
         from eaglex.hosts.sglang.stream import DraftStream
         from eaglex.hosts.sglang.worker import EaglexWorker as Worker

@@ -31,6 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tree, small pool, page 64": TREE | {"max_total_tokens": 12288, "page_size": 64},
     "chain, eager": CHAIN | EAGER,
     "tree, eager": TREE | EAGER,
+    "chain, page 16": CHAIN | {"page_size": 16},
+    "tree, page 16": TREE | {"page_size": 16},
+    "chain, features": CHAIN | {"skip_tokenizer_init": False},
+    "tree, features": TREE | {"skip_tokenizer_init": False},
+    "chain, weight updates": CHAIN,
+    "chain, weight updates, two GPUs": CHAIN | {"tp_size": 2},
     "chain, sampled": CHAIN,
     "tree, sampled": TREE,
 }
@@ -47,6 +53,11 @@ MOVED_BY_RETRACTION = ("small pool", "forced retraction")
 
 def has(name: str, parts: tuple[str, ...]) -> bool:
     return any(part in name for part in parts)
+
+
+def passes_of(name: str) -> int:
+    """How often a case serves its requests; with weight updates: as they are, read again, with another embedding."""
+    return 3 if "weight updates" in name else 1 if has(name, ONE_PASS) else 2
 
 
 def gpus_of(name: str) -> int:
@@ -67,8 +78,21 @@ def environment_of(name: str) -> dict[str, str]:
     return found
 
 
-def workload(prompts: Path, sampled: bool) -> list[dict[str, Any]]:
+# What a request may ask for beside tokens, one thing each. A penalty counts the tokens of the verifications whose
+# results the CPU has seen, so what is said under one depends on timing: stock's second pass differs from its first for
+# half of them. No request is sampled: beside one, greedy requests draw among equal logits, by a coin of their node.
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 0.6}, {"presence_penalty": 0.8}, {"repetition_penalty": 1.3}, {"min_new_tokens": 24},
+    {"stop_token_ids": [5, 17, 33, 101, 260, 300]}, {"stop": [" the", "a", "."]}, {"logprobs": 2},
+    {"logit_bias": {"17": -8.0, "40": 1.5}},
+)  # fmt: skip
+PENALTIES = {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+
+
+def workload(prompts: Path, sampled: bool, features: bool = False) -> list[dict[str, Any]]:
     """Requests of mixed length, with shared prefixes and duplicates, in an order of arrival; some are aborted.
+
+    With `features` each asks for one of FEATURES, or for nothing.
 
     Sampled, all of them are: where one request of a prefill needs top-k, a greedy one included, the host draws for all
     of its requests by rank in place of by token id. So a seed's first token depends on what the request is beside.
@@ -96,6 +120,12 @@ def workload(prompts: Path, sampled: bool) -> list[dict[str, Any]]:
         for number, prompt in enumerate(ids)
     ]
     requests += [{"ids": cut(100), "new": 400, "ignore_eos": True, "at": 0.05 * n, "abort": 0.15} for n in range(8)]
+    if features:
+        for number, request in enumerate(requests):
+            chosen = dict((*FEATURES, {})[number % (len(FEATURES) + 1)])
+            if "min_new_tokens" in chosen:
+                chosen["min_new_tokens"] = min(chosen["min_new_tokens"], request["new"])
+            request["features"] = chosen
     if sampled:
         for number, request in enumerate(requests):
             request |= {"temperature": 0.8, "sampling_seed": number}
@@ -154,6 +184,8 @@ def compared(
                 same = next((i for i, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=False)) if x != y), -1)
                 started_anew = a["retracted"] or b["retracted"]
                 (after_retraction if started_anew else row["different"]).append([number, place, same, len(a["ids"])])
+            for one, other in zip(a.get("logprobs") or (), b.get("logprobs") or (), strict=False):
+                row["logprob_error"] = max(row.get("logprob_error", 0.0), abs(one - other))
             row["accept_differs"] += (a["verify"], a["correct"]) != (b["verify"], b["correct"])
             counts["retracted"] += b["retracted"]
             counts["cached"] += b["cached"]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from socket_parts.cases import CASES, CHAIN, COMMON, ONE_PASS, has, workload
+from socket_parts.cases import CASES, CHAIN, COMMON, passes_of, workload
 
 ROUNDS = 2
 TURN_SECONDS = 400  # how long an engine that is up waits for its turn
@@ -60,17 +60,25 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
         sampling["ignore_eos"] = request["ignore_eos"]
         if "sampling_seed" in request:
             sampling["sampling_seed"] = request["sampling_seed"]
+        asked = dict(request.get("features", {}))
+        logprobs = asked.pop("logprobs", 0)
+        sampling |= asked
+        more = {"return_logprob": True, "top_logprobs_num": logprobs} if logprobs else {}
         rid = f"request-{number}"
         if "abort" in request:
             asyncio.get_running_loop().call_later(request["abort"], engine.tokenizer_manager.abort_request, rid)
         try:
-            result = await engine.async_generate(input_ids=request["ids"], sampling_params=sampling, rid=rid)
+            result = await engine.async_generate(input_ids=request["ids"], sampling_params=sampling, rid=rid, **more)
         except Exception as error:
             return {"aborted": True} if "abort" in request else {"error": repr(error)}
         meta = result["meta_info"]
         if "abort" in request:
             return {"aborted": True}
-        return {
+        found = {"logprobs": [row[0] for row in meta["output_token_logprobs"]]} if logprobs else {}
+        if asked or logprobs:
+            found |= {"feature": ", ".join((*asked, *(["logprobs"] if logprobs else []))), "text": result.get("text")}
+            found["finish"] = (meta.get("finish_reason") or {}).get("matched")
+        return found | {
             "ids": result["output_ids"],
             "verify": meta.get("spec_verify_ct", 0),
             "correct": meta.get("spec_num_correct_drafts", 0),
@@ -81,16 +89,32 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
     return list(await asyncio.gather(*(one(number, request) for number, request in enumerate(requests))))
 
 
+def update(engine: Any, target: Path, number: int) -> None:
+    """The target's weights anew: from its files, then another embedding, which the draft shares, from a tensor."""
+    from safetensors import safe_open
+
+    if number == 1:
+        done = engine.update_weights_from_disk(str(target))
+    else:
+        with safe_open(target / "model.safetensors", "pt") as file:
+            embedding = file.get_tensor("model.embed_tokens.weight")
+        done = engine.update_weights_from_tensor([("model.embed_tokens.weight", embedding * 0.9)])
+    if not done[0]:
+        raise RuntimeError(f"update {number}: {done[1]}")
+
+
 def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> None:
     """One case under one algorithm: the requests twice, so that the second pass finds the radix cache filled."""
     options = COMMON | CASES[name]
     engine = engine_of(str(pair / "target"), str(pair / "draft"), algorithm, **options)
-    requests = workload(prompts, "sampled" in name)
+    requests = workload(prompts, "sampled" in name, "features" in name)
     write(out.with_suffix(".ready"), True)
     if not turn(out):
         return
     passes = []
-    for _ in range(1 if has(name, ONE_PASS) else 2):
+    for number in range(passes_of(name)):
+        if number and "weight updates" in name:
+            update(engine, pair / "target", number)
         start = time.perf_counter()
         served = engine.loop.run_until_complete(serve(engine, requests))
         passes.append({"seconds": time.perf_counter() - start, "requests": served})

@@ -8,15 +8,18 @@ from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import NAME, compat
 from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
+from eaglex.packed import DraftQuant, Precision
 
 # option, allowed values, why another is refused
 REFUSED: Final = (
-    ("tp_size", (1,), "the engine drafts on one GPU, and does not yet send its drafts to the target's other ranks"),
+    ("nnodes", (1,), "drafts reach the target's other ranks over memory that they share"),
     ("enable_memory_saver", (False,), "the draft's memory cannot be released and resumed yet"),
-    ("speculative_draft_model_quantization", (None, "unquant"), "the engine reads unquantised drafts alone"),
     ("speculative_draft_load_format", (None, "auto", "safetensors"), "eaglex reads the draft's safetensors itself"),
     ("speculative_draft_attention_backend", (None,), "the engine has its own attention"),
 )
+
+
+QUANT_WORDS: Final[dict[str | None, DraftQuant | None]] = {"unquant": None, "fp8": DraftQuant.every(Precision.FP8)}
 
 
 def refuse(server_args: Any, options: Options) -> None:
@@ -30,6 +33,13 @@ def refuse(server_args: Any, options: Options) -> None:
         if value not in allowed:
             needed = " or ".join(repr(one) for one in allowed)
             raise ValueError(f"EAGLEX does not support {option}={value!r} (needs {needed}): {why}.")
+    asked = server_args.speculative_draft_model_quantization
+    if asked not in (None, *QUANT_WORDS, server_args.quantization):
+        raise ValueError(
+            f"EAGLEX does not support speculative_draft_model_quantization={asked!r} (needs "
+            f"{' or '.join(map(repr, QUANT_WORDS))}): a packed draft is read as its files say, and {VARIABLE} "
+            "draft_quant makes fewer bits of any other."
+        )
     if options.placement is not Placement.RANK0:
         raise ValueError(
             f"EAGLEX does not support {VARIABLE} placement={options.placement.value!r} (needs 'rank0'): there is no "
@@ -58,6 +68,15 @@ def _admit_adaptive() -> None:
         return found
 
     compat.replace("adaptive_unsupported_reason", reason)
+
+
+def quant_of(server_args: Any, options: Options) -> DraftQuant | None:
+    """Fewer bits for the draft: by the option, else by the host's flag, which is the target's method where it is left
+    open; a method that is not made at load leaves the draft as its files have it.
+    """
+    if options.draft_quant is not None:
+        return options.draft_quant
+    return QUANT_WORDS.get(server_args.speculative_draft_model_quantization)
 
 
 def speculation_of(server_args: Any, options: Options) -> SpeculationConfig:

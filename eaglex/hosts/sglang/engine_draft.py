@@ -1,6 +1,6 @@
-"""The draft side of the worker with eaglex's engine: what the host keeps as `draft_worker.draft_worker`.
+"""The rank that drafts: a draft checkpoint, its KV pool, eaglex's engine over both, and word to the other ranks.
 
-Nothing of SGLang's draft is built: no model, no attention backend, no graph. Sizes: B requests, N nodes per request.
+Sizes: B requests, N nodes per request.
 """
 
 from __future__ import annotations
@@ -10,104 +10,44 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eaglex import checkpoint
-from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftBatch, DraftEngine, current_stream
-from eaglex.errors import ConfigError
+from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
-from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
-from eaglex.hosts.sglang.metrics import Metrics
-from eaglex.hosts.sglang.options import Options
+from eaglex.hosts.sglang import draft_memory, engine_arguments
+from eaglex.hosts.sglang.draft_side import DraftSide
+from eaglex.hosts.sglang.ranks import Link
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
-from eaglex.hosts.sglang.verify_input import MODES, MaskPlace, VerifyPool
+from eaglex.hosts.sglang.verify_input import Trees
+from eaglex.quantize import quantize
+from eaglex.repeated import RepeatedRun
 from eaglex.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
-SHARED = ("embed_tokens", "lm_head")
 
 
-@dataclass
-class RunnerFacts:
-    """What the host asks of a draft's model runner, where there is none.
+class EngineDraft(DraftSide):
+    """Drafts for all ranks. Weights before the host sizes its pool, pool and engine after, graphs at the end."""
 
-    The scheduler sets `device_timer`, and reads the width of hidden states for disaggregation, which is refused.
-    """
-
-    model_config: Any
-    spec_algorithm: Any
-    token_to_kv_pool: None = None
-    device_timer: Any = None
-
-    def check_weights(self, action: str, allow_quant_error: bool = False) -> None:
-        """The host checks its target's weights; the draft's are not among them."""
-
-
-class EngineDraft:
-    """A draft checkpoint, its KV pool and the engine over both.
-
-    Built in the host's order: weights before it sizes its pool, the pool and the engine after, graphs at the end.
-    Raises ConfigError and CheckpointError in words for the launch's log.
-    """
-
-    def __init__(
-        self, server_args: Any, options: Options, *, target_worker: Any, device: torch.device, algorithm: Any
-    ) -> None:
-        self.server_args, self.options = server_args, options
-        self.target_worker, self.device = target_worker, device
-        self.speculation: SpeculationConfig = engine_arguments.speculation_of(server_args, options)
-        decode, off = compat.symbol("Phase").DECODE, compat.symbol("Backend").DISABLED
-        self.graphs = not compat.symbol("check_cuda_graph_backend")(decode, off)
-        self.speculative_num_steps = server_args.speculative_num_steps  # of the verification that comes
-        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
-        self.topk = self.speculation.topk
-        self.graph_memory_usage: dict[str, float] = {}
-        self.graph_time_usage: dict[str, float] = {}
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._engine: DraftEngine | None = None
-        self.metrics: Metrics | None = None
-        self._buffers: dict[int, VerifyPool] = {}  # by nodes per request
-        runner = target_worker.model_runner
-        model_config = target_worker.model_config
-        if model_config.model_is_mrope:
-            raise ConfigError("EAGLEX does not serve a target with multimodal rotary positions (mrope).")
+        self._link: Link | None = None
+        self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
+        self._failures = 0
         started = time.perf_counter()
-        self.memory = draft_memory.Ledger(device)
+        self.memory = draft_memory.Ledger(self.device)
         with self.memory.taking("weights"):
-            loaded = self._load(model_config)
-            self.config, self.facts = loaded.config, loaded.facts
-            self._weights: DraftWeights | None = to_device(loaded.weights, device)
-        self.memory.planned["weights"] = draft_memory.own_weight_bytes(self._weights, self.facts.borrowed)
+            self._weights: DraftWeights | None = self._load()
+        self.memory.planned["weights"] = draft_memory.own_weight_bytes(self._weights, self._in_place)
         self.weight_load_time = time.perf_counter() - started
-        self.kv_dtype = self._weights.fc.dtype
-        if loaded.aux.output_ids is None:
-            raise ConfigError(f"{self.facts.label}: expected auxiliary layers, got none.")
-        self.output_ids = loaded.aux.output_ids
-        aux_capture.check_width(
-            self.config.num_aux, self.config.target_hidden_size, model_hidden=model_config.hidden_size
-        )
-        runner.spec_aux_config.eagle_use_aux_hidden_state = True
-        # the host sets this list once more, with its attention backends
-        runner.spec_aux_config.eagle_aux_hidden_state_layer_ids = aux_capture.set_layers(runner.model, self.output_ids)
-        draft_memory.charge_kv(runner, self.kv_bytes_per_token)
-        self.draft_runner = RunnerFacts(model_config, algorithm)
-        logger.info("EAGLEX: %s; the target captures the outputs of layers %s.", loaded.aux, list(self.output_ids))
         for note in self.facts.notes:
             logger.info("EAGLEX: %s", note)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """What the host charges for each token of its pool."""
-        return draft_memory.kv_bytes_per_token(self.config, self.kv_dtype)
-
-    @property
-    def draft_runners(self) -> list[Any]:
-        """None: the host updates the weights of its own runners by them."""
-        return []
 
     @property
     def engine(self) -> DraftEngine:
@@ -116,8 +56,19 @@ class EngineDraft:
             raise RuntimeError("the engine is made by alloc_memory_pool, which the host has not called yet")
         return self._engine
 
-    def _load(self, model_config: Any) -> checkpoint.Checkpoint:
-        args, options = self.server_args, self.options
+    @property
+    def trees(self) -> Trees:
+        """The engine."""
+        return self.engine
+
+    @property
+    def _in_place(self) -> tuple[str, ...]:
+        """Tensors that are the target's own memory: those that it has whole on this GPU."""
+        return self.facts.borrowed if self.ranks.size == 1 else ()
+
+    def _load(self) -> DraftWeights:
+        args, options, model_config = self.server_args, self.options, self.target_worker.model_config
+        model = self.target_worker.model_runner.model
         loaded = checkpoint.load(
             args.speculative_draft_model_path,
             target=args.model_path,
@@ -126,33 +77,20 @@ class EngineDraft:
             max_positions=model_config.context_len,
             dtype=model_config.dtype,
             revision=args.speculative_draft_model_revision,
-            held=self._held(model_config.vocab_size, model_config.dtype),
+            held=self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype),
         )
-        self.speculation.check(loaded.config)
-        return loaded
-
-    def _held(self, vocab_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The target's embedding and head as they are in its memory, without the rows that the host pads them by."""
-        held: dict[str, Tensor] = {}
-        for name, tensor in zip(SHARED, self.target_worker.model_runner.model.get_embed_and_head(), strict=True):
-            if tensor.dtype != dtype or tensor.shape[0] < vocab_size:
-                raise ConfigError(
-                    f"target's {name}: expected at least {vocab_size} rows of {dtype} to share with the draft, got "
-                    f"{list(tensor.shape)} {tensor.dtype}."
-                )
-            held[name] = tensor.detach()[:vocab_size]
-        return held
+        quant = engine_arguments.quant_of(args, options)
+        weights = loaded.weights
+        if quant is not None:
+            weights = quantize(weights, quant, device=self.device)
+            logger.info("EAGLEX: the draft's matrices: %s.", quant)
+        return to_device(weights, self.device)
 
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
         """The draft's KV pool, indexed by the host's slots, and the engine. The host never hands out a later slot."""
-        runner = self.target_worker.model_runner
-        if runner.token_to_kv_pool.post_capture_active:
-            raise ConfigError(
-                "EAGLEX does not support SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 (needs 0): the draft's K and V would "
-                "not grow with the host's pool."
-            )
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
         shape = (slots, self.config.num_kv_heads, self.config.head_dim)
         # zeroed: a slot that no draft has written may be read, and NaN in it would void the draft of who reads it
@@ -163,20 +101,21 @@ class EngineDraft:
             )
         self.memory.planned["K and V"] = self.kv_bytes_per_token * slots
         self.req_to_token = req_to_token_pool.req_to_token
-        max_batch = req_to_token_pool.size
-        nodes = self.speculation.num_draft_tokens
-        rows = engine_arguments.max_rows_of(self.server_args, self.options, max_batch=max_batch, num_draft_tokens=nodes)
-        self.limits = EngineLimits(max_batch=max_batch, max_rows=rows, num_slots=self.req_to_token.shape[0])
-        self.translator = Translator(max_batch=max_batch, max_rows=rows, num_draft_tokens=nodes, device=self.device)
+        self.translator = Translator(
+            max_batch=self.limits.max_batch,
+            max_rows=self.limits.max_rows,
+            num_draft_tokens=self.speculation.num_draft_tokens,
+            device=self.device,
+        )
         self._build()
 
     def _build(self) -> None:
         """The engine. The originals of the matrices that it keeps in an order of its own are let go of."""
         weights, self._weights = self._weights, None
         if weights is None:
-            weights = to_device(self._load(self.target_worker.model_config).weights, self.device)
-        borrowed = self.facts.borrowed
-        originals = [(weakref.ref(tensor), tensor.nbytes) for name, tensor in weights.named() if name not in borrowed]
+            weights = self._load()
+        in_place = self._in_place
+        originals = [(weakref.ref(tensor), tensor.nbytes) for name, tensor in weights.named() if name not in in_place]
         with self.memory.taking("engine"):
             self._engine = DraftEngine(
                 self.config,
@@ -192,24 +131,22 @@ class EngineDraft:
         results = sum(tensor.nbytes for tensor in vars(self._engine.results).values() if tensor is not None)
         kept = self._engine.prepared_bytes - dropped
         self.memory.planned["engine"] = kept + self._engine.workspace_bytes + results
+        bridge = self.ranks.bridge(
+            self.speculation, self.limits, self._engine.results, vocab_size=self.config.vocab_size
+        )
+        self._link = None if bridge is None else Link(bridge, max_lanes=self.limits.max_batch)
 
     def _report(self) -> None:
         logger.info(
             "EAGLEX: GPU memory %s; the draft shares %s with the target; %d bytes of K and V for each of %d slots; "
-            "drafts on %s.",
+            "drafts on %s%s.",
             self.memory,
             " and ".join(self.facts.borrowed) or "nothing",
             self.kv_bytes_per_token,
             self.draft_k[0].shape[0],
             self.engine.backend_name,
+            "" if self._link is None else f" for {self.ranks.size} ranks, told by {self._link.bridge.transport}",
         )
-
-    def init_attention_backends(self) -> None:
-        """The host has set the auxiliary layers by now, and captures the target next: check them."""
-        model = self.target_worker.model_runner.model
-        wanted, seen = [i + 1 for i in self.output_ids], aux_capture.captured(model)
-        if seen != wanted:
-            raise ConfigError(f"target {type(model).__name__}: expected layers_to_capture={wanted}, got {seen}.")
 
     def init_cuda_graphs(self) -> None:
         """Capture the engine's graphs; with the host's graphs off there are none. The last step of a start."""
@@ -230,6 +167,9 @@ class EngineDraft:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
+        self._runs.clear()
+        self._buffers.forget()
+        self._link = None  # over the results of the engine that goes; the others do the same
         self._engine = None  # before the next, as both would not fit beside each other
         if self.metrics is not None:
             self.metrics.restart()
@@ -241,67 +181,71 @@ class EngineDraft:
         """No slot has a draft any more."""
         self.engine.results.drafted_for.fill_(-1)
 
-    def draft(self, batch: Any) -> Any:
-        """The verifier's input, from the drafts of the batch's slots in the batch's order.
+    def counters(self) -> dict[str, int]:
+        """Requests per outcome since the start."""
+        return self.engine.counters()
 
-        A request without a draft for its length is verified with its root alone; of a chain that was drafted further
-        than is verified, the first nodes are.
-        """
-        requests, nodes = batch.seq_lens.shape[0], self.speculative_num_draft_tokens
-        if nodes not in self._buffers:
-            self._buffers[nodes] = VerifyPool(nodes=nodes, device=self.device)
-        buffers = self._buffers[nodes].take(self._mask_place(batch), requests=requests)
-        tensors = buffers.tensors
-        self.engine.tree(
-            tensors,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            bonus_tokens=batch.spec_info.bonus_tokens,
-            stream=current_stream(self.device),
-        )
-        return compat.symbol("EagleVerifyInput")(
-            draft_token=buffers.draft_tokens,
-            custom_mask=buffers.custom_mask,
-            positions=buffers.positions,
-            retrieve_index=tensors.retrieve_index,
-            retrieve_next_token=tensors.retrieve_next_token,
-            retrieve_next_sibling=tensors.retrieve_next_sibling,
-            retrieve_cum_len=None,
-            spec_steps=self.speculative_num_steps,
-            topk=self.topk,
-            draft_token_num=nodes,
-            capture_hidden_mode=None,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
-        )
+    def check(self) -> None:
+        """Raise BridgeError once the ranks have lost each other. No wait."""
+        if self._link is not None:
+            self._link.bridge.check()
 
-    def _mask_place(self, batch: Any) -> MaskPlace:
-        """Where the host's attention backend wants the mask, as its own `build_eagle_verify_input` decides it."""
-        backend = self.target_worker.model_runner.attn_backend
-        total = batch.seq_lens_sum
-        if total is None:
-            total = batch.seq_lens.shape[0] * backend.max_context_len
-        place = backend.verify_mask
-        if place is None:
-            return MaskPlace(MODES[compat.symbol("default_tree_mask_mode")().name], None, total)
-        buffer = place.buffer if place.fits(batch.seq_lens.shape[0]) else None
-        return MaskPlace(MODES[place.mode.name], buffer, total)
-
-    def draft_verified(self, verified: Verified, drafting: bool = True) -> None:
-        """Extend by the accepted tokens, then draft from each request's last one; on the current stream.
+    def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
+        """Extend by the accepted tokens, then draft from each request's last one.
 
         Without `drafting` fc, K and V of the accepted tokens are kept and nothing is drafted.
         """
-        self._launch(self.translator.after_verify(verified, drafting=drafting))
+        drafted = self._tried(functools.partial(self._after_verify, verified, drafting, stream))
+        if drafting and self._link is not None:
+            slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
+            self._link.tell(slots, lens, accepted, draft=drafted, stream=stream)
 
-    def draft_prefilled(self, prefilled: Prefilled, drafting: bool = True) -> None:
-        """Extend by the prompts' tokens, then draft from each prompt that is whole; on the current stream."""
-        for batch in self.translator.after_prefill(prefilled, drafting=drafting):
-            self._launch(batch)
+    def _after_verify(self, verified: Verified, drafting: bool, stream: int) -> None:
+        key = (verified.accept_lens.shape[0], verified.hidden_states.shape[0], drafting)
+        run = self._runs.get(key)
+        if run is None or not run(
+            verified.hidden_states,
+            verified.next_token_ids,
+            verified.accept_lens,
+            verified.req_pool_indices,
+            verified.seq_lens,
+            verified.out_cache_loc,
+            stream,
+        ):
+            batch = self.translator.after_verify(verified, drafting=drafting)
+            self._launch(batch, stream)
+            if self.graphs:
+                self._runs[key] = self.engine.repeated_run(batch)
+        elif self.metrics is not None:
+            self.metrics.after_launch(self.engine.results.counters)
 
-    def _launch(self, batch: DraftBatch) -> None:
+    def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
+        """Extend by the prompts' tokens, then draft from each prompt that is whole."""
+
+        def run() -> None:
+            for batch in self.translator.after_prefill(prefilled, drafting=drafting):
+                self._launch(batch, stream)
+
+        drafted = self._tried(run)
+        if drafting and self._link is not None:
+            self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
+
+    def _tried(self, run: Callable[[], None]) -> bool:
+        """Whether it went well. A draft that fails costs drafts, not the server: the slots' old ones are for other
+        lengths, so that nobody takes them. Where the device itself is at its end, the target finds that too.
+        """
+        try:
+            run()
+        except DeviceError as error:
+            self._failures += 1
+            if self._failures & (self._failures - 1) == 0:
+                logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
+            return False
+        return True
+
+    def _launch(self, batch: DraftBatch, stream: int) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
-        run(batch, current_stream(self.device))
+        run(batch, stream)
         if self.metrics is not None:
             self.metrics.after_launch(self.engine.results.counters)
 
@@ -323,7 +267,8 @@ class EngineDraft:
             req_pool_indices=torch.arange(1, requests + 1, device=self.device),
             out_cache_loc=ints(0, rows, torch.int64),
         )
-        return functools.partial(self._launch, self.translator.after_verify(verified, drafting=drafting))
+        batch = self.translator.after_verify(verified, drafting=drafting)
+        return lambda: self._launch(batch, current_stream(self.device))
 
     def end_trials(self) -> None:
         """Leave no trace of trials: no draft, no count, nothing in the padding slot."""

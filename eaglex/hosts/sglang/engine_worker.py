@@ -1,4 +1,4 @@
-"""The worker with eaglex's own engine: EAGLEX_OPTIONS='{"drafter": "engine"}'.
+"""The worker with eaglex's own engine, which is what EAGLEX means unless the option `drafter` says otherwise.
 
 One forward: join the last draft; turn the drafts of the batch's slots into the verifier's input and verify (or
 prefill); publish the lengths; fork the next draft. When it is enqueued is what `worker.py` has settled: with overlapped
@@ -18,9 +18,12 @@ from torch import Tensor
 
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import compat, hooks, metrics, options, step_choice
+from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.engine_draft import EngineDraft
+from eaglex.hosts.sglang.follower_draft import FollowerDraft
+from eaglex.hosts.sglang.ranks import Ranks
 from eaglex.hosts.sglang.steps import Always, StepPlan
-from eaglex.hosts.sglang.stream import DraftStream, Fence, Work
+from eaglex.hosts.sglang.stream import DraftStream, Events, Fence, Work
 from eaglex.hosts.sglang.translate import Prefilled, Verified, unfinished_of
 from eaglex.hosts.sglang.verify_states import VerifyStates
 
@@ -42,19 +45,25 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._target_worker = target_worker
         algorithm = compat.symbol("SpeculativeAlgorithm").from_string(server_args.speculative_algorithm)
         device = torch.device(self.device, gpu_id) if self.device == "cuda" else torch.device(self.device)
-        self._draft_worker = EngineDraft(
-            server_args, options.read(), target_worker=target_worker, device=device, algorithm=algorithm
+        chosen = options.read()
+        ranks = Ranks(target_worker.model_runner.tp_group, chosen, rank=ps.tp_rank, size=ps.tp_size)
+        kind: type[DraftSide] = EngineDraft if ranks.drafts else FollowerDraft
+        self._draft_worker = kind(
+            server_args, chosen, target_worker=target_worker, ranks=ranks, device=device, algorithm=algorithm
         )
         self._plan = StepPlan(Always(self.speculative_num_steps))  # until init_cuda_graphs knows more
         self._states: VerifyStates | None = None
         self._stream = DraftStream(device)
-        self._fence = Fence()
+        self._fence, self._events = Fence(), Events()
+        self._relayed_by_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._draft_input, self._run_verify = compat.symbol("EagleDraftInput"), compat.symbol("run_eagle_verify")
         manager = compat.symbol("SchedulerWeightUpdaterManager")
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
         hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
-        logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
+        if ranks.drafts:
+            logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
 
     @property
     def war_fastpath_runner(self) -> Fence:
@@ -76,7 +85,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             self.server_args, self._draft_worker, self.target_worker.model_runner, pausing=options.read().pausing
         )
         self._plan, self._states = StepPlan(chosen.choice), chosen.states
-        self._draft_worker.metrics = metrics.of(self.server_args, self.ps.tp_rank, self._draft_worker.device)
+        device, entered = self._draft_worker.device, self._stream.entered
+        self._draft_worker.metrics = metrics.of(self.server_args, self.ps.tp_rank, device, entered)
         if chosen.states is not None:
             self._additional_graph_memory_usage["target_verify"] = chosen.gigabytes
             self._additional_graph_time_usage["target_verify"] = chosen.seconds
@@ -87,6 +97,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         `on_publish(new_seq_lens)` is called where the lengths are known; it is None when the host schedules without
         overlap.
         """
+        self._draft_worker.check()
         self._stream.join()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result, draft, inputs = self._prefill(batch)
@@ -94,15 +105,14 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             result, draft, inputs = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        ready = self._events.recorded(self._stream.current.stream())
         self._fence.publish(ready)
         self._stream.fork(Work(run=draft, ready=ready, inputs=inputs))
         if on_publish is None:  # the host waits for the lengths before it goes on
             self._stream.launch()
         return result
 
-    def _prefill(self, batch: Any) -> tuple[Any, Callable[[], None], Any]:
+    def _prefill(self, batch: Any) -> tuple[Any, Callable[[int], None], Any]:
         mode = compat.symbol("CaptureHiddenMode").FULL
         result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
         result.new_seq_lens = batch.seq_lens
@@ -112,26 +122,30 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             input_ids=batch.input_ids,
             next_token_ids=result.next_token_ids,
             req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
             out_cache_loc=batch.out_cache_loc,
             extend_lens=list(batch.extend_lens),
             prefix_lens=list(batch.prefix_lens),
             unfinished=unfinished_of(batch),
         )
-        draft = functools.partial(self._draft_worker.draft_prefilled, prefilled, self._plan.drafting)
-        return result, draft, prefilled
+        return result, functools.partial(self._draft_prefilled, prefilled, self._plan.drafting), prefilled
 
-    def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[], None], Any]:
+    def _draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
+        with self._stream.entered():  # a prompt is turned into batches by torch
+            self._draft_worker.draft_prefilled(prefilled, drafting, stream)
+
+    def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[int], None], Any]:
         self._set_steps(self._plan.verification(batch.seq_lens.shape[0]))
         batch.spec_info = self._draft_worker.draft(batch)
         result = self.verify(batch, grammar_barrier)
         result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
         verified = Verified(
-            hidden_states=self._checked(result.logits_output.hidden_states),
-            next_token_ids=result.next_token_ids,
-            accept_lens=result.accept_lens,
-            seq_lens=batch.seq_lens,
-            req_pool_indices=batch.req_pool_indices,
-            out_cache_loc=batch.out_cache_loc,
+            self._checked(result.logits_output.hidden_states),
+            result.next_token_ids,
+            result.accept_lens,
+            batch.seq_lens,
+            batch.req_pool_indices,
+            batch.out_cache_loc,
         )
         return result, functools.partial(self._draft_worker.draft_verified, verified, self._plan.drafting), verified
 
@@ -151,7 +165,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
 
     def verify(self, batch: Any, grammar_barrier: Any = None) -> Any:
         """The host's verification of `batch.spec_info`."""
-        return compat.symbol("run_eagle_verify")(
+        return self._run_verify(
             batch,
             target_worker=self.target_worker,
             req_to_token_pool=self.req_to_token_pool,
@@ -181,14 +195,17 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def _relayed(self, bonus_tokens: Tensor) -> Any:
         """What the host carries to the next cycle: bonus tokens, and top-k columns that it slices and nobody reads."""
         rows = bonus_tokens.shape[0]
-        return compat.symbol("EagleDraftInput")(
-            bonus_tokens=bonus_tokens, topk_p=self._no_topk_p[:rows], topk_index=self._no_topk_index[:rows]
-        )
+        if rows not in self._relayed_by_rows:
+            self._relayed_by_rows[rows] = self._no_topk_p[:rows], self._no_topk_index[:rows]
+        topk_p, topk_index = self._relayed_by_rows[rows]
+        return self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
 
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""
         self._stream.drain()
-        logger.info("EAGLEX: requests since the start, by outcome: %s.", self._draft_worker.engine.counters())
+        counts = self._draft_worker.counters()
+        if counts:
+            logger.info("EAGLEX: requests since the start, by outcome: %s.", counts)
         self._draft_worker.forget()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

@@ -7,7 +7,9 @@ at later, so that nothing waits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,8 @@ from eaglex.engine import LaneStatus
 LANES: Final = "eaglex:lanes"
 PAUSED: Final = "eaglex:paused_cycles"
 EVERY: Final = 64  # launches
+
+Entered = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @functools.cache
@@ -40,9 +44,13 @@ def _counters(registry: Any) -> tuple[Any, Any]:
 
 
 class Metrics:
-    """Counts of one worker. `after_launch` is called with the engine's counters, on the stream of its launch."""
+    """Counts of one worker. `after_launch` is called with the engine's counters, behind its launch; `entered` makes the
+    stream of that torch's current one.
+    """
 
-    def __init__(self, model_name: str, tp_rank: int, *, device: torch.device, registry: Any = None) -> None:
+    def __init__(
+        self, model_name: str, tp_rank: int, *, device: torch.device, entered: Entered, registry: Any = None
+    ) -> None:
         self._lanes, paused = _counters(registry)
         self._labels = {"model_name": model_name, "tp_rank": str(tp_rank)}
         self._paused = paused.labels(**self._labels)
@@ -50,6 +58,7 @@ class Metrics:
         self._gpu = device.type == "cuda"
         self._copy = torch.zeros(len(LaneStatus), dtype=torch.int64, pin_memory=self._gpu)
         self._copied: Any = None
+        self._entered = entered
 
     def after_launch(self, counters: Tensor) -> None:
         """Copy the counters behind every EVERY-th launch; add up what has come over since the last look."""
@@ -58,12 +67,13 @@ class Metrics:
             self._take()
         if self._launches % EVERY or self._copied is not None:
             return
-        self._copy.copy_(counters, non_blocking=True)
+        with self._entered():
+            self._copy.copy_(counters, non_blocking=True)
+            if self._gpu:
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copied.record()
         if not self._gpu:
             self._take()
-            return
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
 
     def paused(self, cycles: int) -> None:
         """Paused cycles since the start."""
@@ -84,8 +94,8 @@ class Metrics:
                 self._seen[status] = now
 
 
-def of(server_args: Any, tp_rank: int, device: torch.device) -> Metrics | None:
+def of(server_args: Any, tp_rank: int, device: torch.device, entered: Entered) -> Metrics | None:
     """Where the host has metrics on, on the rank that drafts."""
     if not server_args.enable_metrics or tp_rank != 0:
         return None
-    return Metrics(server_args.served_model_name, tp_rank, device=device)
+    return Metrics(server_args.served_model_name, tp_rank, device=device, entered=entered)

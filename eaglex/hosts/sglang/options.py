@@ -1,6 +1,6 @@
 """eaglex's own options in a server: one JSON object in the variable `EAGLEX_OPTIONS`, read by every process.
 
-    EAGLEX_OPTIONS='{"drafter": "engine"}' python -m sglang.launch_server --speculative-algorithm EAGLEX ...
+    EAGLEX_OPTIONS='{"pausing": true}' python -m sglang.launch_server --speculative-algorithm EAGLEX ...
 
 SGLang's own `--speculative-*` flags keep their meaning and are not repeated here.
 """
@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
 from eaglex.aux_layers import AuxConvention
+from eaglex.bridge_transport import GPU_TRANSPORTS
 from eaglex.errors import ConfigError
+from eaglex.packed import DraftQuant
 
 VARIABLE = "EAGLEX_OPTIONS"
 
@@ -43,23 +45,34 @@ class Options:
     draft, where its config is wrong or silent (docs/checkpoints.md). stop_below: as in SpeculationConfig. max_rows:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
     chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
+    draft_quant: fewer bits for the draft's matrices, in the words of `eaglex generate --draft-quant`
+    (docs/precision.md); without it the host's flag speculative_draft_model_quantization decides.
+    With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
+    the transport that takes the place of the probe's choice (docs/bridge.md).
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
 
-    drafter: Drafter = Drafter.HOST
+    drafter: Drafter = Drafter.ENGINE
     placement: Placement = Placement.RANK0
     aux_layer_ids: tuple[int, ...] | None = None
     convention: AuxConvention | None = None
     stop_below: float = 0.0
     max_rows: int = 0
     pausing: bool = False
+    draft_quant: DraftQuant | None = None
+    join_deadline: float = 600.0
+    deadline: float = 60.0
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
             _fail("stop_below", "a number in [0, 1)", self.stop_below)
         if self.max_rows < 0:
             _fail("max_rows", "an integer >= 0", self.max_rows)
+        for name in ("join_deadline", "deadline"):
+            if not 0 < getattr(self, name) < float("inf"):
+                _fail(name, "seconds > 0", getattr(self, name))
 
 
 def read(environment: Mapping[str, str] | None = None) -> Options:
@@ -128,6 +141,21 @@ def _fail(name: str, expected: str, actual: object) -> NoReturn:
     raise ConfigError(f"{VARIABLE}: {name}: expected {expected}, got {actual!r}")
 
 
+def _transport(name: str, value: object) -> str:
+    if value not in GPU_TRANSPORTS:
+        _fail(name, " or ".join(map(repr, GPU_TRANSPORTS)), value)
+    return str(value)
+
+
+def _quant(name: str, value: object) -> DraftQuant:
+    if not isinstance(value, str):
+        _fail(name, "a text as of --draft-quant", value)
+    try:
+        return DraftQuant.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE}: {error}") from error
+
+
 _READERS: dict[str, Any] = {
     "drafter": _member(Drafter),
     "placement": _member(Placement),
@@ -136,4 +164,8 @@ _READERS: dict[str, Any] = {
     "stop_below": _number,
     "max_rows": _integer,
     "pausing": _flag,
+    "draft_quant": _quant,
+    "join_deadline": _number,
+    "deadline": _number,
+    "transport": _transport,
 }

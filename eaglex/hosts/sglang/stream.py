@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,19 @@ from typing import Any
 
 import torch
 
+from eaglex.engine import current_stream
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Work:
-    """One draft: what to run on the stream, and all that it reads.
+    """One draft: what to run on the stream, given as a cudaStream_t, and all that it reads.
 
     `ready` is recorded on the host's stream where the inputs are complete. `inputs` are kept alive until the draft has
-    run: some were allocated on other streams of the host, whose allocator would hand their memory out again.
+    run: some were allocated on other streams of the host, whose allocator would hand their memory out again. torch's
+    current stream is not the draft's while it runs: who needs that enters `DraftStream.entered`, for about 10 us.
     """
 
-    run: Callable[[], None]
+    run: Callable[[int], None]
     ready: torch.cuda.Event
     inputs: Any
 
@@ -38,6 +42,45 @@ class Fence:
         self.shared_read_done_event = event
 
 
+class Current:
+    """torch's current stream, without making an object for it each time: that takes 5 us, several times a cycle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handle: int | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self) -> torch.cuda.Stream:
+        """The same object as long as it is the same stream."""
+        handle = current_stream(self._device)
+        if self._stream is None or handle != self._handle:
+            self._handle, self._stream = handle, torch.cuda.current_stream()
+        return self._stream
+
+
+class Events:
+    """Events that are recorded again and again, in turn: to make one costs as much as to record it.
+
+    A wait that was enqueued is for the record before it, so an event is free for its next turn once its waits are
+    enqueued: the host does so right after the forward that published it, the draft's stream within a forward.
+    """
+
+    TURNS = 8
+
+    def __init__(self) -> None:
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event of this stream's work so far."""
+        if len(self._events) < self.TURNS:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        else:
+            event = self._events.popleft()
+        event.record(stream)
+        self._events.append(event)
+        return event
+
+
 class DraftStream:
     """Runs one draft at a time beside the host's streams.
 
@@ -46,10 +89,29 @@ class DraftStream:
     host's copy stream as well, and its result copy would wait for the draft.
     """
 
+    # Drafts that are kept, with what they read, before one looks which of them have run: to ask costs 2 us.
+    KEPT = 3
+
     def __init__(self, device: torch.device | str) -> None:
+        self.current = Current(torch.device(device))
         self.stream = torch.cuda.Stream(device=device, priority=-1)  # type: ignore[no-untyped-call]
+        self._handle = int(self.stream.cuda_stream)
         self.pending: Work | None = None
         self.running: deque[tuple[torch.cuda.Event, Work]] = deque()
+        self._idle: list[torch.cuda.Event] = []
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """As torch's current stream."""
+        return torch.cuda.stream(self.stream)
+
+    def within(self, run: Callable[[], None]) -> Callable[[int], None]:
+        """`run` for a Work, with this as torch's current stream."""
+
+        def entered(_: int) -> None:
+            with self.entered():
+                run()
+
+        return entered
 
     def fork(self, work: Work) -> None:
         """Take a draft; `launch` runs it. At most one waits, because every forward begins with `join`."""
@@ -59,26 +121,34 @@ class DraftStream:
 
     def launch(self) -> None:
         """Enqueue the draft that waits, if one does, behind `ready`."""
-        if self.pending is None:
+        work = self.pending
+        if work is None:
             return
-        work, self.pending = self.pending, None
-        while self.running and self.running[0][0].query():  # type: ignore[no-untyped-call]
-            self.running.popleft()
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(work.ready)
-            work.run()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.pending = None
+        running, idle = self.running, self._idle
+        if len(running) >= self.KEPT:
+            if running[-1][0].query():  # type: ignore[no-untyped-call]
+                idle += [done for done, _ in running]  # one stream: those before it have run as well
+                running.clear()
+            while running and running[0][0].query():  # type: ignore[no-untyped-call]
+                idle.append(running.popleft()[0])
+        self.stream.wait_event(work.ready)
+        try:
+            work.run(self._handle)
+        finally:  # also behind half a draft
+            done = idle.pop() if idle else torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self.stream)
-        self.running.append((done, work))
+            running.append((done, work))
 
     def join(self) -> None:
         """Make the current stream wait for the last draft; one that waits is enqueued first."""
         self.launch()
         if self.running:
-            torch.cuda.current_stream().wait_event(self.running[-1][0])
+            self.current.stream().wait_event(self.running[-1][0])
 
     def drain(self) -> None:
         """Wait on the CPU until no draft runs: for a flush, a weight update, and before memory is given back."""
         self.join()
         self.stream.synchronize()
+        self._idle += [done for done, _ in self.running]
         self.running.clear()

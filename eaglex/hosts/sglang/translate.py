@@ -16,7 +16,7 @@ from eaglex.engine import DraftBatch
 from eaglex.errors import ShapeError
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Verified:
     """What verification leaves, all on the device. A tree's accepted path stands at the front of its request's rows.
 
@@ -41,18 +41,20 @@ class Unfinished:
     next_token: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Prefilled:
     """What a prefill leaves. Tensors are on the device, lists on the CPU.
 
     hidden_states [T, A*Ht]; input_ids [T], the prompts' tokens; next_token_ids [B], the tokens chosen after them;
-    req_pool_indices [B]; out_cache_loc [T]; extend_lens, prefix_lens: tokens of each request now and before.
+    req_pool_indices [B]; seq_lens [B] int64, with these tokens; out_cache_loc [T]; extend_lens, prefix_lens: tokens of
+    each request now and before.
     """
 
     hidden_states: Tensor
     input_ids: Tensor
     next_token_ids: Tensor
     req_pool_indices: Tensor
+    seq_lens: Tensor
     out_cache_loc: Tensor
     extend_lens: list[int]
     prefix_lens: list[int]

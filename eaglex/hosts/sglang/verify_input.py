@@ -6,13 +6,15 @@ Sizes: B requests, N nodes per request, root included.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from eaglex.config import MaskMode
 from eaglex.engine import VerifyTensors
+from eaglex.hosts.sglang import compat
+from eaglex.repeated import RepeatedTree
 
 MODES = {  # TreeMaskMode of the host, by name
     "FULL_MASK": MaskMode.FULL,
@@ -34,39 +36,79 @@ class MaskPlace:
     total_length: int = 0
 
 
-@dataclass(frozen=True)
+class Trees(Protocol):
+    """What makes trees of drafts: an engine, or the follower of one on another rank."""
+
+    def tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
+    ) -> None:
+        """Fill the verifier's tensors."""
+
+    def repeated_tree(
+        self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
+    ) -> RepeatedTree:
+        """The same for later calls of one shape."""
+
+
+@dataclass(slots=True)
 class VerifyBuffers:
-    """Tensors of one verification: the engine's view of them, and what the host reads flat."""
+    """Tensors of one verification: the engine's view of them, and what the host reads flat.
+
+    `repeated` is how they are filled again, once they have been filled.
+    """
 
     tensors: VerifyTensors
     custom_mask: Tensor
     draft_tokens: Tensor
     positions: Tensor
+    repeated: RepeatedTree | None = None
+
+    def fill(
+        self, trees: Trees, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int
+    ) -> None:
+        """With the drafts of these slots, in this order. The host keeps the arguments until its verification is over,
+        which runs behind this on `stream`.
+        """
+        repeated = self.repeated
+        if repeated is None or not repeated(req_pool_indices, seq_lens, bonus_tokens, stream):
+            ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+            trees.tree(self.tensors, **ids, stream=stream)
+            self.repeated = trees.repeated_tree(self.tensors, **ids)
 
 
 class VerifyPool:
     """Buffers that are used again and again: making them costs more CPU time than the kernel that fills them.
 
-    A verification reads its own on the stream on which the next one's are filled, so one set would do; with SETS of
+    A verification reads its own on the stream on which the next one's are filled, so one set would do; with two of
     them, by turns, the host may still look at what the verification before was made of.
     """
 
-    SETS: Final = 2
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made: dict[tuple[int, int, int], tuple[VerifyBuffers, VerifyBuffers]] = {}
 
-    def __init__(self, *, nodes: int, device: torch.device) -> None:
-        self.nodes, self.device = nodes, device
-        self._made: dict[tuple[int, MaskMode, int], list[VerifyBuffers]] = {}
+    def take(self, backend: Any, *, requests: int, nodes: int, seq_lens_sum: int | None) -> VerifyBuffers:
+        """Buffers for B requests of N nodes, the mask where the host's attention backend wants it, as its own
+        `build_eagle_verify_input` decides it. Where that has no place for it they are new: their size changes always.
+        """
+        kept = backend.verify_mask
+        if kept is None or not kept.fits(requests):
+            mode = compat.symbol("default_tree_mask_mode")() if kept is None else kept.mode
+            total = requests * backend.max_context_len if seq_lens_sum is None else seq_lens_sum
+            new = MaskPlace(MODES[mode.name], None, total)
+            return allocate(new, requests=requests, nodes=nodes, device=self.device)
+        key = (requests, nodes, kept.buffer.data_ptr())
+        found = self._made.get(key)
+        if found is None:
+            here = MaskPlace(MODES[kept.mode.name], kept.buffer)
+            one, other = (allocate(here, requests=requests, nodes=nodes, device=self.device) for _ in range(2))
+            found = (one, other)
+        self._made[key] = (found[1], found[0])
+        return found[0]
 
-    def take(self, place: MaskPlace, *, requests: int) -> VerifyBuffers:
-        """Buffers for B requests. Where the mask has no place of its own they are new: its size changes always."""
-        if place.buffer is None:
-            return allocate(place, requests=requests, nodes=self.nodes, device=self.device)
-        sets = self._made.setdefault((requests, place.mode, place.buffer.data_ptr()), [])
-        if len(sets) < self.SETS:
-            sets.insert(0, allocate(place, requests=requests, nodes=self.nodes, device=self.device))
-        else:
-            sets.insert(0, sets.pop())
-        return sets[0]
+    def forget(self) -> None:
+        """Let go of how buffers are filled: another engine fills them from now on."""
+        self._made.clear()
 
 
 def allocate(place: MaskPlace, *, requests: int, nodes: int, device: torch.device) -> VerifyBuffers:

@@ -17,12 +17,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eaglex.hosts.sglang import compat, hooks
 from eaglex.hosts.sglang.draft import EaglexDraftWorker, Prefilled, Verified
-from eaglex.hosts.sglang.stream import DraftStream, Fence, Work
+from eaglex.hosts.sglang.stream import DraftStream, Events, Fence, Work
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
         if not isinstance(self._draft_worker, EaglexDraftWorker):
             raise RuntimeError(f"the host built {type(self._draft_worker)} as draft worker, not EaglexDraftWorker")
         self._stream = DraftStream(self.device)
-        self._fence = Fence()
+        self._fence, self._events = Fence(), Events()
         # The host pauses the KV pool's memory first and calls `clear_cache_pool` afterwards, so a draft still running
         # would write to pages that are gone. 0.5.17 has no hook of its own for this.
         manager = compat.symbol("SchedulerWeightUpdaterManager")
@@ -76,12 +75,12 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
             result, draft = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        ready = self._events.recorded(self._stream.current.stream())
         self._fence.publish(ready)
         inputs = [result.logits_output.hidden_states, result.next_token_ids, result.accept_lens, result.new_seq_lens]
         inputs += [batch.input_ids, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens]
-        self._stream.fork(Work(run=functools.partial(self._draft, draft), ready=ready, inputs=inputs))
+        run = self._stream.within(functools.partial(self._draft, draft))
+        self._stream.fork(Work(run=run, ready=ready, inputs=inputs))
         if on_publish is None:  # the host waits for the lengths before it goes on
             self._stream.launch()
         return result

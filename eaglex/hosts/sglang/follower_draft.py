@@ -1,0 +1,90 @@
+"""A rank that does not draft: it hears of the drafts of the one that does, and makes the same trees of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from eaglex.bridge import Follower
+from eaglex.engine import DraftResults
+from eaglex.hosts.sglang.draft_side import DraftSide
+from eaglex.hosts.sglang.ranks import Link
+from eaglex.hosts.sglang.translate import Prefilled, Verified
+from eaglex.hosts.sglang.verify_input import Trees
+
+logger = logging.getLogger(__name__)
+
+
+class FollowerDraft(DraftSide):
+    """No weights, no K and V, no engine: results by slot, and the bridge that fills them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._link: Link | None = None
+        self._follower: Follower | None = None
+        self._share()
+
+    def _share(self) -> None:
+        """This rank's part of what the draft shares with the target, for the rank that drafts."""
+        config = self.target_worker.model_config
+        self.ranks.shared(self.target_worker.model_runner.model, self.facts.borrowed, config.vocab_size, config.dtype)
+
+    @property
+    def link(self) -> Link:
+        """Made with the memory pools. Raises RuntimeError before."""
+        if self._link is None:
+            raise RuntimeError("the bridge is made by alloc_memory_pool, which the host has not called yet")
+        return self._link
+
+    @property
+    def trees(self) -> Trees:
+        """The follower, whose trees are the engine's."""
+        assert self._follower is not None
+        return self._follower
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        """Results for as many slots as the host has, and this end of the bridge."""
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self._connect()
+
+    def _connect(self) -> None:
+        results = DraftResults.allocate(self.speculation, self.limits, self.device)
+        bridge = self.ranks.bridge(self.speculation, self.limits, results, vocab_size=self.config.vocab_size)
+        assert bridge is not None
+        self._link, self._follower = Link(bridge, max_lanes=self.limits.max_batch), bridge.follower()
+        logger.info("EAGLEX: rank %d hears of drafts by %s.", self.ranks.rank, bridge.transport)
+
+    def renew(self) -> None:
+        """As the rank that drafts does it: its engine, and with it the bridge, is made again."""
+        if not self.facts.borrowed or self._link is None:
+            return
+        self._buffers.forget()
+        self._link = self._follower = None
+        self._share()
+        self._connect()
+
+    def forget(self) -> None:
+        """No slot has a draft any more."""
+        self.link.bridge.results.drafted_for.fill_(-1)
+
+    def check(self) -> None:
+        """Raise BridgeError once the ranks have lost each other. No wait."""
+        self.link.bridge.check()
+
+    def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
+        """Take in what the rank that drafts says of these requests."""
+        if drafting:
+            slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
+            self.link.hear(slots, lens, accepted, stream=stream)
+
+    def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
+        """As `draft_verified`."""
+        if drafting:
+            self.link.hear(prefilled.req_pool_indices, prefilled.seq_lens, None, stream=stream)
+
+    def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
+        """Nothing to time here: the table is the drafting rank's."""
+        return lambda: None

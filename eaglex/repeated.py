@@ -1,0 +1,71 @@
+"""Calls of one shape, again and again: translated and checked the first time, addresses alone from then on.
+
+A cycle through `DraftEngine.run` and `.tree` reads twenty tensors' shapes, strides, types and devices. A host whose
+batches keep their shape for thousands of cycles pays for that once. What is still looked at each time is that a tensor
+is dense and has the type and the number of elements of the first one; devices are not, and shapes of one size are not
+told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Launch = Callable[[Any, int], None]  # the binary's structure, the stream
+
+
+class RepeatedRun:
+    """`DraftEngine.run` for batches of one shape, whose row_start and draft_from stay the first one's.
+
+    Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run.
+    """
+
+    def __init__(self, launch: Launch, filled: Any, constant: object) -> None:
+        self._launch, self._filled, self._constant = launch, filled, constant
+
+    def __call__(
+        self,
+        aux_hidden_states: Tensor,
+        input_ids: Tensor,
+        num_valid: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        out_cache_loc: Tensor,
+        stream: int,
+    ) -> bool:
+        """One cycle, as `DraftEngine.run`; False, with nothing done, where these are not of the first batch's shape."""
+        filled = self._filled
+        if not filled.move(aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc):
+            return False
+        self._launch(filled, stream)
+        return True
+
+
+class RepeatedLanes:
+    """A cycle's requests for a bridge between GPUs, of one count. Made by `Bridge.repeated_lanes`."""
+
+    def __init__(self, filled: Any) -> None:
+        self._filled = filled
+
+    def at(self, slots: Tensor, lens: Tensor, num_valid: Tensor) -> Any:
+        """The binary's structure over these; None where they are not of the first ones' shape."""
+        return self._filled if self._filled.move(slots, lens, num_valid) else None
+
+
+class RepeatedTree:
+    """`tree` into one set of the verifier's tensors.
+
+    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run.
+    """
+
+    def __init__(self, launch: Launch, filled: Any, constant: object) -> None:
+        self._launch, self._filled, self._constant = launch, filled, constant
+
+    def __call__(self, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> bool:
+        """As `DraftEngine.tree`; False, with nothing done, where these are not of the first call's shape."""
+        if not self._filled.move(req_pool_indices, seq_lens, bonus_tokens):
+            return False
+        self._launch(self._filled, stream)
+        return True
