@@ -27,8 +27,9 @@ from eaglex.errors import EaglexError
 ROUNDS, REPLAYS, WARM = 400, 60, 5
 HOW = (
     f"bench/bridge_transports.py: microseconds per message in a graph of {ROUNDS}, on the slower side; median, 99th of "
-    f"{REPLAYS} replays. torch_us is torch's NCCL broadcast of as many bytes, its replays in turn with the "
-    "transports'; one_way_us and push_us: bench_bridge"
+    f"{REPLAYS} replays. torch_us is torch's NCCL broadcast of as many bytes, measured before eaglex has "
+    "a communicator (the lower of graphs of 100 and of as many), torch_in_turn_us in turn with the transports; "
+    "one_way_us and push_us: bench_bridge"
 )
 SHAPES = ((1, 5), (8, 5), (8, 16), (64, 6))  # lanes, nodes: 72, 464, 1168 and 4112 bytes
 
@@ -36,14 +37,14 @@ SHAPES = ((1, 5), (8, 5), (8, 16), (64, 6))  # lanes, nodes: 72, 464, 1168 and 4
 class Subject:
     """One way to tell the others, ROUNDS times in a graph."""
 
-    def __init__(self, call: Callable[[], None], keep: object = None) -> None:
-        self.keep, self.times = keep, list[float]()
+    def __init__(self, call: Callable[[], None], keep: object = None, rounds: int = ROUNDS) -> None:
+        self.keep, self.times, self.rounds = keep, list[float](), rounds
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(stream), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 call()
 
     def replay(self) -> None:
@@ -54,7 +55,7 @@ class Subject:
         self.graph.replay()
         end.record()
         end.synchronize()
-        self.times.append(begin.elapsed_time(end) * 1e3 / ROUNDS)
+        self.times.append(begin.elapsed_time(end) * 1e3 / self.rounds)
 
     def slower_side(self) -> list[float]:
         """Microseconds per message in each replay, in rising order."""
@@ -63,9 +64,24 @@ class Subject:
         return sorted(max(sides) for sides in zip(*everyone, strict=True))
 
 
-def torch_subject(size: int) -> Subject:
+def torch_subject(size: int, rounds: int) -> Subject:
     message = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    return Subject(lambda: dist.broadcast(message, 0))
+    return Subject(lambda: dist.broadcast(message, 0), rounds=rounds)
+
+
+def torch_alone() -> dict[int, float]:
+    """The lower median of graphs of 100 and of ROUNDS, by bytes, while the process has no other communicator."""
+    found = {}
+    for lanes, nodes in SHAPES:
+        size = 16 + lanes * (16 + 8 * nodes)
+        medians = []
+        for rounds in (100, ROUNDS):
+            subject = torch_subject(size, rounds)
+            for _ in range(WARM + REPLAYS):
+                subject.replay()
+            medians.append(statistics.median(subject.slower_side()))
+        found[size] = min(medians)
+    return found
 
 
 def bridge_subject(members: Members, transport: str, lanes: int, nodes: int) -> Subject:
@@ -92,10 +108,10 @@ def bridge_subject(members: Members, transport: str, lanes: int, nodes: int) -> 
 
 
 def rows(members: Members) -> list[dict[str, object]]:
-    found = []
+    found, alone = [], torch_alone()
     for lanes, nodes in SHAPES:
         size = 16 + lanes * (16 + 8 * nodes)
-        subjects, errors = {"torch": torch_subject(size)}, {}
+        subjects, errors = {"torch": torch_subject(size, ROUNDS)}, {}
         for transport in GPU_TRANSPORTS:
             try:
                 subjects[transport] = bridge_subject(members, transport, lanes, nodes)
@@ -113,7 +129,8 @@ def rows(members: Members) -> list[dict[str, object]]:
                 times = subjects[transport].slower_side()
                 row["us"] = round(statistics.median(times), 2)
                 row["p99_us"] = round(times[len(times) * 99 // 100], 2)
-            row["torch_us"] = round(statistics.median(subjects["torch"].slower_side()), 2)
+            row["torch_us"] = round(alone[size], 2)
+            row["torch_in_turn_us"] = round(statistics.median(subjects["torch"].slower_side()), 2)
             if members.rank == 0:
                 print(json.dumps(row), flush=True)
             found.append(row)

@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "bridge/lanes.h"
 #include "bridge/nccl_library.h"
+#include "bridge/relay_ends.h"
 #include "bridge/transport.h"
 #include "cpu/factory.h"
 #ifdef EAGLEX_WITH_CUDA
@@ -64,6 +65,29 @@ std::optional<bool> drafted(std::optional<Verdict> verdict) {
 // Where a device reads lanes and results, so does the launch: at once or later.
 Stream stream_of(std::uintptr_t stream) {
   return reinterpret_cast<Stream>(stream);  // NOLINT(performance-no-int-to-ptr)
+}
+
+// The rows as the engine takes them, in memory of `device`.
+BatchTensors batch_of(const RowsView& rows, Device device) {
+  BatchTensors batch;
+  batch.aux_hidden_states = rows.aux_hidden_states;
+  batch.input_ids = rows.input_ids;
+  batch.row_start = rows.row_start;
+  batch.num_valid = rows.num_valid;
+  batch.draft_from = rows.draft_from;
+  batch.req_pool_indices = rows.req_pool_indices;
+  batch.seq_lens = rows.seq_lens;
+  for (TensorView* const view : {&batch.aux_hidden_states, &batch.input_ids, &batch.row_start, &batch.num_valid,
+                                 &batch.draft_from, &batch.req_pool_indices, &batch.seq_lens})
+    view->device = device;
+  return batch;
+}
+
+std::map<std::string, std::int64_t> counters_of(const DrafterLink& link) {
+  std::map<std::string, std::int64_t> found = {{"returns", link.returns()}};
+  for (int i = 0; i < kNumFaults; ++i)
+    found[name_of(static_cast<Fault>(i))] = link.faults()[static_cast<std::size_t>(i)];
+  return found;
 }
 
 // Rank 0's client with what its batches are checked against.
@@ -224,29 +248,14 @@ void bind_drafter(py::module_& m) {
           },
           py::arg("batch"), py::arg("results"), py::call_guard<py::gil_scoped_release>())
       .def("take_warning", [](Client& self) { return self.client.link().take_warning(); })
-      .def("counters", [](Client& self) {
-        std::map<std::string, std::int64_t> found = {{"returns", self.client.link().returns()}};
-        for (int i = 0; i < kNumFaults; ++i) {
-          found[name_of(static_cast<Fault>(i))] = self.client.link().faults()[static_cast<std::size_t>(i)];
-        }
-        return found;
-      });
+      .def("counters", [](Client& self) { return counters_of(self.client.link()); });
   py::class_<DrafterServer>(m, "DrafterServer")
       .def(py::init<Group&>(), py::arg("group"), py::keep_alive<1, 2>())
       .def(
           "next",
           [](DrafterServer& self, double wait) -> std::optional<BatchTensors> {
             const std::optional<RowsView> rows = self.next(seconds(wait));
-            if (!rows) return std::nullopt;
-            BatchTensors batch;
-            batch.aux_hidden_states = rows->aux_hidden_states;
-            batch.input_ids = rows->input_ids;
-            batch.row_start = rows->row_start;
-            batch.num_valid = rows->num_valid;
-            batch.draft_from = rows->draft_from;
-            batch.req_pool_indices = rows->req_pool_indices;
-            batch.seq_lens = rows->seq_lens;
-            return batch;
+            return rows ? std::optional(batch_of(*rows, {})) : std::nullopt;
           },
           py::arg("wait"), py::call_guard<py::gil_scoped_release>())
       .def(
@@ -283,12 +292,69 @@ void bind_drafter(py::module_& m) {
           py::arg("results"), py::kw_only(), py::arg("draft"), py::call_guard<py::gil_scoped_release>());
 }
 
+// As Client.
+struct Relay {
+  DraftConfig config;
+  SpeculationConfig speculation;
+  EngineLimits limits;
+  std::unique_ptr<RelayClient> client;
+};
+
+void bind_relay(py::module_& m) {
+  py::class_<Relay>(m, "RelayClient")
+      .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
+                       const EngineLimits& limits, double deadline, double rejoin_after, int device) {
+             return std::unique_ptr<Relay>(
+                 new Relay{config, speculation, limits,
+                           make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, device)});
+           }),
+           py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
+           py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::keep_alive<1, 2>())
+      .def("joined", [](Relay& self) { return self.client->joined(); })
+      .def("offer", [](const Relay& self) { return self.client->offer(); })
+      .def(
+          "draft",
+          [](Relay& self, const BatchTensors& batch, const FollowerTensors& results, const Ids& slots,
+             const Ids& seq_lens, const Ids& new_lens, std::uintptr_t stream) {
+            const DraftBatch block = batch.check(self.config, self.speculation, self.limits, results.num_nodes.device);
+            const KnownLanes lanes = {slots, seq_lens, new_lens};
+            return self.client->draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
+          },
+          py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("seq_lens"),
+          py::arg("new_lens"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("take_warning", [](Relay& self) { return self.client->link().take_warning(); })
+      .def("counters", [](Relay& self) { return counters_of(self.client->link()); });
+  py::class_<RelayServer>(m, "RelayServer")
+      .def(py::init(&make_relay_server), py::arg("group"), py::kw_only(), py::arg("device"), py::arg("offer"),
+           py::keep_alive<1, 2>())
+      .def(
+          "next",
+          [](RelayServer& self, double wait, const FollowerTensors& results,
+             std::uintptr_t stream) -> std::optional<BatchTensors> {
+            const std::optional<RowsView> rows = self.next(seconds(wait), stream_of(stream));
+            return rows ? std::optional(batch_of(*rows, results.num_nodes.device)) : std::nullopt;
+          },
+          py::arg("wait"), py::kw_only(), py::arg("results"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reply",
+          [](RelayServer& self, const FollowerTensors& results, bool draft, std::uintptr_t stream) {
+            self.reply(results.results(), verdict_of(draft), stream_of(stream));
+          },
+          py::arg("results"), py::kw_only(), py::arg("draft"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "done", [](RelayServer& self, bool draft) { self.done(verdict_of(draft)); }, py::kw_only(), py::arg("draft"),
+          py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_bridge(py::module_& m) {
   bind_terms(m);
   bind_ranks(m);
   bind_drafter(m);
+  bind_relay(m);
   m.def(
       "nccl_library",
       [](const std::string& name) {

@@ -148,6 +148,7 @@ class Invitation:
     address: str
     identity: list[int]
     terms: dict[str, int]
+    relay: str = ""  # how the drafter's GPU reaches rank 0's; empty: rows and drafts go through host memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,7 +385,8 @@ class Follower:
     ) -> RepeatedTree:
         """As `DraftEngine.repeated_tree`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        return repeated_tree_of(self._binary, self._follower.tree, out, ids)
+        bridge = self._bridge
+        return repeated_tree_of(bridge._binary, bridge._follower.tree, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

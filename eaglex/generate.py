@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import eaglex
 from eaglex.config import TRANSPORTS, Sampling, SpeculationConfig
-from eaglex.errors import ConfigError
+from eaglex.errors import ConfigError, EaglexError
 from eaglex.packed import DraftQuant
 
 if TYPE_CHECKING:
@@ -140,7 +141,19 @@ def run(arguments: argparse.Namespace) -> int:
     with teams.Team(options) as team:
         said = {name: _plain(value) for name, value in vars(arguments).items() if name != "run"}
         team.members.agree("options", {"eaglex": eaglex.__version__, **said})
-        return _run(arguments, team)
+        try:
+            return _run(arguments, team)
+        except EaglexError:
+            if team.device.type == "cuda":
+                atexit.register(_leave_at_once)
+            raise
+
+
+def _leave_at_once() -> None:
+    """What torch has left of collectives that were aborted may wait at exit, or end the process by a signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _run(arguments: argparse.Namespace, team: Team | None) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 # Machines that run tests beside other work are slow; a hang is found by the deadlines that are tested, not by this.
 PATIENCE = 100
+PORT_BYTES = 8
 
 
 @dataclasses.dataclass
@@ -33,10 +34,15 @@ class Ranks:
 
     def __init__(self, count: int, body: Callable[[int], int], folder: Path) -> None:
         self.folder, self.begun = folder, time.monotonic()
+        # All are forked before the store has a thread and any rank calls it: whoever is forked while that thread holds
+        # a lock finds it held for ever. They wait for the port on a pipe.
+        ports, told = os.pipe()
+        self.processes = [self._start(rank, count, (ports, told), body) for rank in range(count)]
         # As torchrun's agent does: the store outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = str(self._store.port)
-        self.processes = [self._start(rank, count, port, body) for rank in range(count)]
+        os.write(told, f"{self._store.port:{PORT_BYTES}}".encode() * count)
+        os.close(ports)
+        os.close(told)
 
     def __enter__(self) -> Ranks:
         return self
@@ -66,7 +72,7 @@ class Ranks:
             time.sleep(0.02)
         raise AssertionError(f"rank {rank} hangs; its stderr: {self.text(rank)}")
 
-    def _start(self, rank: int, count: int, port: str, body: Callable[[int], int]) -> int:
+    def _start(self, rank: int, count: int, pipe: tuple[int, int], body: Callable[[int], int]) -> int:
         process = os.fork()
         if process:
             return process
@@ -75,6 +81,9 @@ class Ranks:
             # torch's first call of this kind after a fork replaces its thread pool. Here there is one thread; left to
             # the threads that load weights, one of them can meet no pool at all ("Invalid thread pool!").
             torch.set_num_threads(1)
+            os.close(pipe[1])
+            port = os.read(pipe[0], PORT_BYTES).decode().strip()  # empty when the test has ended
+            os.close(pipe[0])
             for number, stream in ((1, "out"), (2, "err")):
                 file = os.open(self.folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(file, number)

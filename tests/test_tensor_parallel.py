@@ -17,6 +17,7 @@ from eaglex.cli import main
 from eaglex.errors import ConfigError
 from eaglex.hosts import hf_target, team
 from eaglex.hosts.acceptance import Acceptor
+from eaglex.hosts.shared_slots import SendingSlots
 from eaglex.hosts.transformers import TransformersHost
 
 TEXT = "the a cat dog sees hears"
@@ -199,7 +200,7 @@ def lose(number, place, note):
     if place == "forward":
         team.Team.collective = counted(team.Team.collective, 10)
     else:
-        bridge.Bridge.push = counted(bridge.Bridge.push, 6)
+        SendingSlots.run = counted(SendingSlots.run, 6)  # which ends with a push
         bridge.Bridge.receive = counted(bridge.Bridge.receive, 6)
 
 

@@ -9,10 +9,11 @@ Dummy weights of the Llama-3.1-8B shape with LAYERS (8) layers of target; every 
 (SGLANG_SIMULATE_ACC_LEN), whatever was drafted. All engines are up at once, and rounds are taken in turn, one engine at
 work at a time; a figure is the median over the rounds.
 
-Two more engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
-`none`), and `socket`, SGLang's own draft run by eaglex's first worker.
+More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
+`none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `socket`, SGLang's own draft run by eaglex's first worker.
 
-Environment: ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
+Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two),
+ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
 (1), NCCL_ONLY=1 (without SGLang's own all-reduce), ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the
 drafter. Exit status 1: an engine is missing.
 
@@ -40,9 +41,11 @@ from socket_parts.engine import write
 OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
     "eaglex": {"drafter": "engine"},
     "pausing": {"drafter": "engine", "pausing": True},
+    "fp8": {"drafter": "engine", "draft_quant": "fp8"},
+    "int4": {"drafter": "engine", "draft_quant": "int4"},
     "socket": {"drafter": "host"},
 }
-ENGINES = ("eaglex", "eagle3", "none", "pausing", "socket")
+ENGINES = ("eagle3", "none", *OWN)
 ACCEPTED = {"pausing": "1"}  # "3" elsewhere
 
 
@@ -66,7 +69,7 @@ def process_of(name: str, out: Path, number: int) -> Process:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
     devices = ",".join(map(str, range(int(os.environ.get("TP", "1")))))
-    port = 23000 + 200 * int(os.environ.get("TP", "1")) + 11 * number
+    port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
     if devices != "0":  # the host refuses to start where other engines hold unequal parts of the two
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     return Process(["serve", name, str(result)], result, devices, port, environment)
@@ -97,7 +100,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "engine": name,
             "tp": int(os.environ.get("TP", "1")),
             "placement": chosen.get("placement", "rank0") if name in OWN else None,
-            "precision": "bf16",
+            "precision": OWN.get(name, {}).get("draft_quant") or chosen.get("draft_quant", "bf16"),
             "p2p": os.environ.get("NCCL_P2P_DISABLE") != "1",
             "batch": batch,
             "num_steps": speculation()["speculative_num_steps"] if name != "none" else 0,

@@ -2,6 +2,7 @@
 #include "bridge/device.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 namespace eaglex::bridge {
@@ -58,6 +59,35 @@ DeviceMemory device_memory(std::size_t bytes) {
   check_cuda(cudaMemset(block, 0, bytes), "device memory of the bridge");
   check_cuda(cudaDeviceSynchronize(), "device memory of the bridge");
   return memory;
+}
+
+std::string exported(void* memory) {
+  cudaIpcMemHandle_t handle;
+  check_cuda(cudaIpcGetMemHandle(&handle, memory), "p2p: exporting memory over CUDA IPC");
+  constexpr const char* kDigits = "0123456789abcdef";
+  unsigned char bytes[sizeof handle];
+  std::memcpy(bytes, &handle, sizeof handle);
+  std::string text;
+  for (const unsigned char byte : bytes) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+OpenedMemory opened(const std::string& text, const std::string& whose) {
+  cudaIpcMemHandle_t handle;
+  unsigned char bytes[sizeof handle];
+  expect(text.size() == 2 * sizeof handle && text.find_first_not_of("0123456789abcdef") == std::string::npos,
+         ErrorCode::kBridge, concat("p2p handle of ", whose).c_str(), "128 hexadecimal digits", text);
+  for (std::size_t i = 0; i < sizeof handle; ++i) {
+    bytes[i] = static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+  }
+  std::memcpy(&handle, bytes, sizeof handle);
+  void* memory = nullptr;
+  check_cuda(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),
+             concat("p2p: opening the memory of ", whose, " over CUDA IPC").c_str());
+  return OpenedMemory(memory);
 }
 
 bool may_overlap(int device) {

@@ -44,6 +44,14 @@ using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 // Zeroed when this returns.
 [[nodiscard]] DeviceMemory device_memory(std::size_t bytes);
 
+// Memory of this process for another one, over CUDA IPC; it was allocated by itself, since all of its block goes along.
+[[nodiscard]] std::string exported(void* memory);
+struct CloseHandle {
+  void operator()(void* memory) const { static_cast<void>(cudaIpcCloseMemHandle(memory)); }
+};
+using OpenedMemory = std::unique_ptr<void, CloseHandle>;
+[[nodiscard]] OpenedMemory opened(const std::string& handle, const std::string& whose);
+
 // Whether kernels on this device may be launched by programmatic dependence; EAGLEX_PDL=0 says no.
 [[nodiscard]] bool may_overlap(int device);
 

@@ -4,18 +4,6 @@
 #include "bridge/bridge.h"
 
 namespace eaglex::bridge {
-namespace {
-
-// In front of a reply's message.
-struct ReplyHeader {
-  std::uint64_t generation;
-  std::uint32_t failed;
-  std::uint32_t padding;
-};
-static_assert(sizeof(ReplyHeader) == 2 * sizeof(std::uint64_t));
-
-}  // namespace
-
 DrafterClient::DrafterClient(Group& group, LinkTiming timing) : group_(group), link_(group.terms(), timing) {
   expect(group.terms().dedicated(), ErrorCode::kBridge, "placement", "dedicated", "rank0");
 }

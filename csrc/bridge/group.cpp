@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <fstream>
@@ -14,6 +15,8 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x786c676165;  // "eaglx"
 constexpr std::size_t kMaxWhy = 240;
+constexpr std::size_t kReplyHeader = 16;
+constexpr std::size_t kHandle = 128;  // of a drafter's memory, as text (relay.cu)
 
 struct Member {
   std::atomic<std::int64_t> process;
@@ -47,7 +50,7 @@ struct Group::Layout {
   explicit Layout(const Terms& terms)
       : messages{terms.num_ranks - 1, terms.shape().max_bytes()},
         rows{1, max_rows_bytes(terms)},
-        replies{1, sizeof(std::uint64_t) * 2 + terms.shape().max_bytes()} {}
+        replies{1, kReplyHeader + std::max(kHandle, terms.shape().max_bytes())} {}
   [[nodiscard]] static std::size_t messages_at() {
     return (sizeof(Shared) + Ring::kAlign - 1) / Ring::kAlign * Ring::kAlign;
   }

@@ -1,7 +1,4 @@
 // p2p and mailbox: where the inboxes and the acknowledgements lie. No kernels: those are in push.cu.
-#include <algorithm>
-#include <cstring>
-
 #include "bridge/device.h"
 #include "bridge/packet.cuh"
 
@@ -15,35 +12,6 @@ constexpr std::size_t kPage = 4096;
 std::size_t rounded(std::size_t bytes, std::size_t to) {
   return (bytes + to - 1) / to * to;
 }
-
-std::string to_hex(const cudaIpcMemHandle_t& handle) {
-  constexpr const char* kDigits = "0123456789abcdef";
-  unsigned char bytes[sizeof handle];
-  std::memcpy(bytes, &handle, sizeof handle);
-  std::string text;
-  for (const unsigned char byte : bytes) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
-}
-
-cudaIpcMemHandle_t from_hex(const std::string& text, int rank) {
-  cudaIpcMemHandle_t handle;
-  unsigned char bytes[sizeof handle];
-  expect(text.size() == 2 * sizeof handle && text.find_first_not_of("0123456789abcdef") == std::string::npos,
-         ErrorCode::kBridge, concat("p2p handle of rank ", rank).c_str(), "128 hexadecimal digits", text);
-  for (std::size_t i = 0; i < sizeof handle; ++i) {
-    bytes[i] = static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
-  }
-  std::memcpy(&handle, bytes, sizeof handle);
-  return handle;
-}
-
-struct CloseHandle {
-  void operator()(void* opened) const { static_cast<void>(cudaIpcCloseMemHandle(opened)); }
-};
-using OpenedMemory = std::unique_ptr<void, CloseHandle>;
 
 // Each receiver's inbox in its own memory, the acknowledgements in rank 0's.
 class P2pBridge final : public DeviceBridge {
@@ -62,9 +30,7 @@ class P2pBridge final : public DeviceBridge {
 
   [[nodiscard]] std::string offer() override {
     const OnDevice here(device());
-    cudaIpcMemHandle_t handle;
-    check_cuda(cudaIpcGetMemHandle(&handle, own_.get()), "p2p: exporting memory over CUDA IPC");
-    return to_hex(handle);
+    return exported(own_.get());
   }
 
  protected:
@@ -82,12 +48,8 @@ class P2pBridge final : public DeviceBridge {
 
  private:
   void* reach(const std::vector<std::string>& offers, int rank) {
-    void* opened = nullptr;
-    const cudaIpcMemHandle_t handle = from_hex(offers[static_cast<std::size_t>(rank)], rank);
-    check_cuda(cudaIpcOpenMemHandle(&opened, handle, cudaIpcMemLazyEnablePeerAccess),
-               concat("p2p: opening the memory of rank ", rank, " over CUDA IPC").c_str());
-    opened_.emplace_back(opened);
-    return opened;
+    opened_.push_back(opened(offers[static_cast<std::size_t>(rank)], concat("rank ", rank)));
+    return opened_.back().get();
   }
 
   DeviceMemory own_;

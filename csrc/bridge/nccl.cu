@@ -154,7 +154,8 @@ class NcclBridge final : public DeviceBridge {
     const Comm comm = comm_;
     if (comm == nullptr) return;  // the next check() says why
     const MessageShape shape = channel().shape;
-    const auto whole_lanes = std::min(std::bit_ceil(static_cast<unsigned>(lanes)), static_cast<unsigned>(shape.max_lanes));
+    const auto whole_lanes =
+        std::min(std::bit_ceil(static_cast<unsigned>(lanes)), static_cast<unsigned>(shape.max_lanes));
     const std::size_t whole = packets_of(shape.bytes(whole_lanes)) * 8;
     std::byte* const message = channel().staging;
     finish(library_.broadcast(message, message, whole, kNcclBytes, 0, comm, stream), "broadcast");

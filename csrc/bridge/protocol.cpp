@@ -62,6 +62,11 @@ void DrafterLink::joined(std::uint64_t generation, const std::string& difference
   }
 }
 
+void DrafterLink::refuse(std::uint64_t generation, const std::string& why, Time now) {
+  joined(generation, {}, now);
+  fall(Fault::kRefused, State::kRefused, why, now);
+}
+
 void DrafterLink::left(Time now) {
   overdue_ = false;
   if (state_ == State::kReady || state_ == State::kDrafting) {

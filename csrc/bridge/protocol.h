@@ -17,6 +17,14 @@ namespace eaglex::bridge {
 [[nodiscard]] std::string complaint_about(std::span<const std::byte> message, const Terms& terms, std::uint64_t epoch,
                                           const LaneList& lanes);
 
+// In front of a drafter's reply.
+struct ReplyHeader {
+  std::uint64_t generation;
+  std::uint32_t failed;
+  std::uint32_t padding;
+};
+static_assert(sizeof(ReplyHeader) == 2 * sizeof(std::uint64_t));
+
 // How a drafter fell out of use; the index of DrafterLink::faults().
 enum class Fault : std::uint8_t {
   kLate,        // no reply by the deadline
@@ -50,6 +58,8 @@ class DrafterLink {
 
   // A process has joined as the drafter, the `generation`th to do so. Repeated news of the same one is ignored.
   void joined(std::uint64_t generation, const std::string& difference, Time now);
+  // That process cannot be used, although its terms are the group's.
+  void refuse(std::uint64_t generation, const std::string& why, Time now);
   // Its process has ended.
   void left(Time now);
 

@@ -68,8 +68,7 @@ struct Tile {
     for (int lane = threads() - 1 - thread(); lane < here; lane += threads()) {
       slots[lane] = lanes.slot(first + lane);
       new_lens[lane] = lanes.new_len(first + lane);
-      counts[lane] =
-          in_range(slots[lane], source.num_slots) ? usable(source, slots[lane], new_lens[lane], verdict) : 0;
+      counts[lane] = in_range(slots[lane], source.num_slots) ? usable(source, slots[lane], new_lens[lane], verdict) : 0;
     }
   }
   // As core's usable_nodes judges the depth of one lane in order: here each node walks up by itself. Node i of a tree
@@ -88,7 +87,8 @@ struct Tile {
   __device__ void send(const Sender& sender, const TreeSource& source, const LaneIds& lanes, int first, int here,
                        const Place& own) const {
     const int nodes = source.num_drafted;
-    const std::size_t nodes_at = 2 + 2 * static_cast<std::size_t>(lanes.count) + static_cast<std::size_t>(first) * nodes;
+    const std::size_t nodes_at =
+        2 + 2 * static_cast<std::size_t>(lanes.count) + static_cast<std::size_t>(first) * nodes;
     for (int i = thread(); i < here * nodes; i += threads()) {
       const Place at = i == thread() ? own : place_of(i, nodes);
       sender.put(nodes_at + i, bad[at.lane] == 0 ? words[i] : 0);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool waits = channel.acks != nullptr && thread() < channel.num_receivers;
   const std::uint64_t acked = waits ? channel.state->acked[thread()] : 0;
   const std::uint64_t drafts = channel.state->drafts;
-  const std::uint64_t epoch = channel.state->epoch + 1;
+  const std::uint64_t epoch = channel.epoch != 0 ? channel.epoch : channel.state->epoch + 1;
   const bool failed = channel.state->failed != 0;
   const LaneIds lanes = given.ids();
   tile.load(source, lanes, 0, min(lanes.count, tile_lanes), verdict, own);

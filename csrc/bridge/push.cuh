@@ -20,7 +20,8 @@ inline constexpr std::size_t kEveryMessage = offsetof(PushChannel, inboxes) + 8 
 inline constexpr unsigned kFirst = 64;
 // Polls between two looks at the clock.
 inline constexpr unsigned kPolls = 32;
-inline constexpr std::uint64_t kStopAfterNs = 100'000;  // a look at the host's word goes over the bus: not in a short wait
+inline constexpr std::uint64_t kStopAfterNs =
+    100'000;  // a look at the host's word goes over the bus: not in a short wait
 
 static_assert(sizeof(MessageHeader) == 16 && sizeof(MessageLane) == 16 && sizeof(MessageNode) == 8,
               "a message is words of 8 bytes: two of the header, two per lane, one per node");

@@ -59,13 +59,23 @@ struct PushState {
   std::uint64_t acked[kMaxRanks];  // rank 0: the last acknowledgement seen of each receiver
 };
 
+// What has become of a request to a dedicated drafter, in pinned memory; the epoch is written last.
+struct RelayOutcome {
+  std::uint64_t epoch = 0;
+  PushCode code = PushCode::kFine;
+  Verdict verdict = Verdict::kNoDraft;
+};
+
 // One side's fixed part; all pointers are as the device of this side reaches them. `p2p` and `mailbox` have inboxes and
 // acknowledgements; without them the message is packed into, or taken from, `staging` alone. What every message needs
 // comes first: a kernel's parameters arrive line by line.
 struct PushChannel {
   PushState* state = nullptr;
   MessageShape shape;
-  int num_receivers = 0;                // rank 0
+  std::uint64_t epoch = 0;  // of this launch; 0: counted on the device
+  RelayOutcome* outcome =
+      nullptr;            // a receiver that goes on without: a message that does not come, or fit, is told here
+  int num_receivers = 0;  // rank 0
   const std::uint64_t* acks = nullptr;  // rank 0: [receivers], an epoch up to which each has taken all
   const Packet* inbox = nullptr;        // elsewhere: this rank's own
   std::uint64_t* ack = nullptr;         // elsewhere: this rank's word for rank 0

@@ -27,7 +27,8 @@ struct Incoming {
       return (packet.flag0 == flag && packet.flag1 == flag) || *sent_lanes != num_lanes;
     });
     words[i] = packet.data0 | static_cast<std::uint64_t>(packet.data1) << 32;
-    if (i == 1 && packet.flag1 == flag) *sent_lanes = static_cast<std::int32_t>(packet.data1);
+    const auto sent = static_cast<std::int32_t>(packet.data1);
+    if (i == 1 && packet.flag1 == flag && sent != num_lanes) *sent_lanes = sent;
     if (!there) *sent_lanes = kLeave;  // whoever sees first that there will be no message tells the rest
     return there;
   }
@@ -70,6 +71,13 @@ __device__ bool lane_fits(const MessageLane& lane, const Expected& expected, int
 __device__ bool header_fits(const MessageHeader& header, std::uint64_t epoch, const LaneList& lanes) {
   return header.epoch == epoch && header.num_lanes == static_cast<std::uint32_t>(lanes.count) &&
          (header.verdict == Verdict::kDraft || header.verdict == Verdict::kNoDraft);
+}
+
+__device__ void conclude(const PushChannel& channel, std::uint64_t epoch, PushCode code, Verdict verdict) {
+  channel.outcome->code = code;
+  channel.outcome->verdict = verdict;
+  __threadfence_system();
+  write_now(&channel.outcome->epoch, epoch);
 }
 
 using Message = MessageView<const std::byte>;
@@ -136,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   wait_for_producers();
 
-  const std::uint64_t epoch = channel.state->epoch + 1;
+  const std::uint64_t epoch = channel.epoch != 0 ? channel.epoch : channel.state->epoch + 1;
   const std::uint64_t drafts = channel.state->drafts;
   const Expected own = expected_of(lanes, thread());  // here before the message is
   if (channel.state->failed != 0) {
@@ -151,7 +159,7 @@ __global__ void __launch_bounds__(kThreads)
                                &sent_lanes};
     there = incoming.take_all(packets);
     // The inbox may be written again: all of it that is read has been.
-    if (there && threadIdx.x == 0 && epoch % kAckEvery == 0) write_now(channel.ack, epoch);
+    if (there && threadIdx.x == 0 && channel.ack != nullptr && epoch % kAckEvery == 0) write_now(channel.ack, epoch);
   }
   const Message message(reinterpret_cast<const std::byte*>(words), shape, count);
   int bad = there && header_fits(*message.header, epoch, lanes) ? 0 : 1;
@@ -168,13 +176,14 @@ __global__ void __launch_bounds__(kThreads)
       } else if (there) {  // else none came in time
         failure = complaint(channel, epoch, lanes, num_slots, message);
       }
-      tell(channel, epoch, failure);
+      channel.outcome == nullptr ? tell(channel, epoch, failure) : conclude(channel, epoch, failure.code, {});
     }
     no_drafts(results, num_slots, lanes.ids());
     return;
   }
   unpack(message, lanes.count, shape.num_drafted, num_slots, place, results);
   if (threadIdx.x != 0) return;
+  if (channel.outcome != nullptr) return conclude(channel, epoch, PushCode::kFine, message.header->verdict);
   channel.state->epoch = epoch;
   channel.state->drafts = drafts + (message.header->verdict == Verdict::kDraft ? 1 : 0);
 }

@@ -32,7 +32,9 @@ Offsets offsets_of(std::size_t lanes, std::size_t rows, std::size_t row_bytes) {
   return at;
 }
 
-TensorView view(std::byte* data, DType dtype, std::int64_t rows, std::int64_t columns = 0) {
+}  // namespace
+
+TensorView dense_view(void* data, DType dtype, std::int64_t rows, std::int64_t columns) {
   TensorView tensor;
   tensor.data = data;
   tensor.dtype = dtype;
@@ -41,8 +43,6 @@ TensorView view(std::byte* data, DType dtype, std::int64_t rows, std::int64_t co
   tensor.stride = columns > 0 ? std::array<std::int64_t, kMaxRank>{columns, 1} : std::array<std::int64_t, kMaxRank>{1};
   return tensor;
 }
-
-}  // namespace
 
 std::size_t max_rows_bytes(const Terms& terms) {
   return offsets_of(static_cast<std::size_t>(terms.max_lanes), static_cast<std::size_t>(terms.max_rows),
@@ -105,13 +105,13 @@ RowsView read_rows(std::span<std::byte> message, const Terms& terms) {
   std::byte* const data = message.data();
   RowsView rows;
   rows.epoch = header.epoch;
-  rows.aux_hidden_states = view(data + at.aux, type, header.num_rows, header.aux_width);
-  rows.input_ids = view(data + at.input_ids, DType::kI64, header.num_rows);
-  rows.row_start = view(data + at.row_start, DType::kI32, header.num_lanes + 1);
-  rows.num_valid = view(data + at.num_valid, DType::kI32, header.num_lanes);
-  rows.draft_from = view(data + at.draft_from, DType::kU8, header.num_lanes);
-  rows.req_pool_indices = view(data + at.slots, DType::kI64, header.num_lanes);
-  rows.seq_lens = view(data + at.seq_lens, DType::kI64, header.num_lanes);
+  rows.aux_hidden_states = dense_view(data + at.aux, type, header.num_rows, header.aux_width);
+  rows.input_ids = dense_view(data + at.input_ids, DType::kI64, header.num_rows);
+  rows.row_start = dense_view(data + at.row_start, DType::kI32, header.num_lanes + 1);
+  rows.num_valid = dense_view(data + at.num_valid, DType::kI32, header.num_lanes);
+  rows.draft_from = dense_view(data + at.draft_from, DType::kU8, header.num_lanes);
+  rows.req_pool_indices = dense_view(data + at.slots, DType::kI64, header.num_lanes);
+  rows.seq_lens = dense_view(data + at.seq_lens, DType::kI64, header.num_lanes);
   return rows;
 }
 

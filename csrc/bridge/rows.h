@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <span>
 
@@ -11,7 +12,7 @@
 
 namespace eaglex::bridge {
 
-// The tensors of one request, in the memory of the message.
+// The tensors of one request, in the memory of the message; which device that is of, the caller knows.
 struct RowsView {
   std::uint64_t epoch = 0;
   TensorView aux_hidden_states;  // [rows, A·Ht]
@@ -22,6 +23,9 @@ struct RowsView {
   TensorView req_pool_indices;   // [B] int64
   TensorView seq_lens;           // [B] int64
 };
+
+// A dense tensor at `data`: [rows], or [rows, columns].
+[[nodiscard]] TensorView dense_view(void* data, DType dtype, std::int64_t rows, std::int64_t columns = 0);
 
 [[nodiscard]] std::size_t max_rows_bytes(const Terms& terms);
 

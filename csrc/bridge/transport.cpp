@@ -1,7 +1,10 @@
 #include "bridge/transport.h"
 
+#include "bridge/relay_ends.h"
+
 #ifdef EAGLEX_WITH_CUDA
 #include "bridge/device.h"
+#include "bridge/relay.h"
 #endif
 
 namespace eaglex::bridge {
@@ -32,5 +35,21 @@ std::unique_ptr<Bridge> make_bridge(Group& group, const BridgeSetup& setup) {
        name_of(setup.transport));
 #endif
 }
+
+#ifdef EAGLEX_WITH_CUDA
+std::unique_ptr<RelayClient> make_relay_client(Group& group, LinkTiming timing, int device) {
+  return std::make_unique<DeviceRelayClient>(group, timing, device);
+}
+std::unique_ptr<RelayServer> make_relay_server(Group& group, int device, const std::string& offer) {
+  return std::make_unique<DeviceRelayServer>(group, device, offer);
+}
+#else
+std::unique_ptr<RelayClient> make_relay_client(Group&, LinkTiming, int) {
+  fail(ErrorCode::kDevice, "a drafter on a GPU: expected a build with CUDA, got one without");
+}
+std::unique_ptr<RelayServer> make_relay_server(Group&, int, const std::string&) {
+  fail(ErrorCode::kDevice, "a drafter on a GPU: expected a build with CUDA, got one without");
+}
+#endif
 
 }  // namespace eaglex::bridge

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from eaglex.bridge import Invitation, LinkOptions
-from eaglex.bridge_dedicated import DrafterClient
+from eaglex.bridge_dedicated import DrafterClient, RelayClient
 from eaglex.config import DraftConfig, EngineLimits
 from eaglex.engine import DraftResults
 from eaglex.errors import BridgeError
 from eaglex.hosts.draft_slots import DraftRows, batch_of
-from eaglex.hosts.shared_slots import Link, SharedSlots, lanes_of
+from eaglex.hosts.shared_slots import Link, SharedSlots, lanes_of, results_device
 
 # Seconds until a drafter that has ended is started again: this, then twice as long each time.
 FIRST_RESTART, LAST_RESTART = 1.0, 64.0
@@ -32,6 +32,11 @@ class DedicatedPlan:
 
     job: Callable[[Invitation, EngineLimits, int], str]
     options: LinkOptions
+    device: str = "cpu"
+
+    def relays(self, target: torch.device, transport: str | None) -> bool:
+        """Whether its rows and drafts go from GPU to GPU."""
+        return target.type == "cuda" and self.device.startswith("cuda") and transport != "shm"
 
 
 class DrafterProcess:
@@ -84,9 +89,11 @@ class DedicatedSlots(SharedSlots):
     def __init__(
         self, config: DraftConfig, link: Link, *, plan: DedicatedPlan, max_length: int, device: torch.device
     ) -> None:
-        super().__init__(link, DraftResults.allocate(link.speculation, link.limits), device)
-        self.client = DrafterClient(self._bridge, config, plan.options)
-        job = plan.job(self._bridge.invitation(), link.limits, max_length)
+        here = results_device(link, device)
+        super().__init__(link, DraftResults.allocate(link.speculation, link.limits, here), device)
+        kind: type[DrafterClient | RelayClient] = RelayClient if link.relay else DrafterClient
+        self.client = kind(self._bridge, config, plan.options)
+        job = plan.job(self.client.invitation(), link.limits, max_length)
         self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", job])
         with contextlib.ExitStack() as undo:
             undo.callback(self.process.close)
@@ -98,7 +105,11 @@ class DedicatedSlots(SharedSlots):
         """One cycle: rows to the drafter, and what has come back by its deadline to all ranks."""
         self.process.keep()
         slots, new_lens = lanes_of(rows)
-        drafted = self.client.draft(batch_of(rows, device=torch.device("cpu")))
+        batch = batch_of(rows, device=self._bridge.device)
+        if isinstance(self.client, RelayClient):
+            drafted = self.client.draft(batch, slots=slots, seq_lens=[r.length for r in rows], new_lens=new_lens)
+        else:
+            drafted = self.client.draft(batch)
         self._bridge.push(slots, new_lens, draft=drafted)
 
     def skip(self, rows: Sequence[DraftRows]) -> None:
@@ -119,7 +130,7 @@ class DedicatedSlots(SharedSlots):
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self._bridge.generation() == 0:
+        while not self.client.joined():
             code = self.process.exit_code()
             if code is not None:
                 raise BridgeError(f"dedicated drafter: expected it to join, got exit code {code}; it says why above")

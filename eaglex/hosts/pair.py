@@ -143,7 +143,7 @@ class Pair:
                 max_length=max_length,
             ).to_json()
 
-        return DedicatedPlan(job=job, options=options)
+        return DedicatedPlan(job=job, options=options, device=drafter_device)
 
     def _load_draft(self, dtype: torch.dtype, device: torch.device) -> tuple[DraftConfig, DraftWeights]:
         source = self.source

@@ -29,6 +29,7 @@ class Link:
     limits: EngineLimits
     vocab_size: int
     aux_width: int = 0  # A·Ht with a dedicated drafter
+    relay: bool = False  # that drafter is on a GPU, and so is the target: rows and drafts go from one to the other
 
 
 class SharedSlots:
@@ -155,8 +156,8 @@ class ReceivingSlots(SharedSlots):
 
 
 def results_device(link: Link, device: torch.device) -> torch.device:
-    """Where a bridge's results are for a target on `device`: in host memory for shm, which a dedicated drafter uses."""
-    by_hosts = link.team.options.transport == "shm" or link.aux_width > 0
+    """Where a bridge's results are for a target on `device`: in host memory for shm, or where a drafter's go there."""
+    by_hosts = link.team.options.transport == "shm" or (link.aux_width > 0 and not link.relay)
     return torch.device("cpu") if by_hosts else device
 
 

@@ -163,6 +163,10 @@ class Team:
         with self.guarded():
             dist.broadcast(words, 0)
         count, *rest = words.tolist()  # waits for the device, so all collectives so far have ended
+        if self.bridge is not None:  # one that was aborted, since a rank is lost, leaves anything in its memory
+            self.bridge.check()
+        if not 0 < count <= 64:
+            raise BridgeError(self._end(f"rank 0's choice: expected 1..64 tokens, got {count}"))
         if self._watch is not None:
             self._watch.end()
         return Accepted(nodes=rest[:count], tokens=rest[64 : 64 + count])

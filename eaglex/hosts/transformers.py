@@ -190,6 +190,7 @@ class TransformersHost:
                 limits=limits,
                 vocab_size=config.vocab_size,
                 aux_width=0 if dedicated is None else config.num_aux * config.target_hidden_size,
+                relay=dedicated is not None and dedicated.relays(device, team.options.transport),
             )
             if not team.drafts:
                 return ReceivingSlots(link, device)

@@ -266,8 +266,8 @@ TEST_CASE("made for something else") {
   Terms other = terms();
   std::string expected;
   SUBCASE("another version") {
-    other.version = 2;
-    expected = "protocol version: expected 1 as in the group, got 2";
+    other.version = 9;
+    expected = "protocol version: expected 2 as in the group, got 9";
   }
   SUBCASE("another target") {
     other.aux_width = 6;

@@ -123,6 +123,15 @@ TEST_CASE("push: cycles reach every receiver, over the end of the inbox") {
   }
 }
 
+// Drafts of 7 + 3 and 9 + 2 tokens have come as those of 10 and 11.
+void check_sums(World& world) {
+  world.lens = {10, 11};
+  world.receive(0);
+  CHECK(world.statuses[0].code == PushCode::kFine);
+  CHECK(world.received[0].nodes[4] == 3);
+  CHECK(world.received[0].lens[2] == 11);
+}
+
 TEST_CASE("push: lengths before the rows of this cycle, and how many of those count") {
   World world;
   world.draft(10);
@@ -131,11 +140,7 @@ TEST_CASE("push: lengths before the rows of this cycle, and how many of those co
   LaneList lanes = world.lanes();
   lanes.num_valid = valid.data();
   launch_push(world.sender, {world.results.view(), kSlots, kNodes, 1000, kNodes}, lanes, Verdict::kDraft, nullptr);
-  world.lens = {10, 11};
-  world.receive(0);
-  CHECK(world.statuses[0].code == PushCode::kFine);
-  CHECK(world.received[0].nodes[4] == 3);
-  CHECK(world.received[0].lens[2] == 11);
+  check_sums(world);
 }
 
 TEST_CASE("push: a cycle's graph finds its lanes in the parameter block") {
@@ -152,11 +157,7 @@ TEST_CASE("push: a cycle's graph finds its lanes in the parameter block") {
   lanes.count = 3;
   lanes.block = &block;
   launch_push(world.sender, {world.results.view(), kSlots, kNodes, 1000, kNodes}, lanes, Verdict::kDraft, nullptr);
-  world.lens = {10, 11};
-  world.receive(0);
-  CHECK(world.statuses[0].code == PushCode::kFine);
-  CHECK(world.received[0].nodes[4] == 3);
-  CHECK(world.received[0].lens[2] == 11);
+  check_sums(world);
 }
 
 TEST_CASE("push: which drafts are fit to be sent is core's judgement") {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -31,56 +31,53 @@ def pair(tmp_path_factory):
     return hf_pair.save_pair_of_eight(tmp_path_factory.mktemp("pair"))
 
 
-def _rank(rank: int, count: int, port: str, folder: Path, arguments: list[str], ends_at: dict[int, int]) -> None:
-    """One rank, as torchrun would start it; `ends_at` says at which decision it kills itself or stops."""
-    for number, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+def _rank(arguments: list[str], folder: str, ends_by: int) -> int:
+    """One rank, as torchrun would start it; `ends_by` is a signal that it sends itself at its 12th decision."""
     from eaglex.cli import main
     from eaglex.hosts.team import Team
 
-    if rank in ends_at:
-        number, decide, calls = ends_at[rank], Team.decide, [0]
+    if ends_by:
+        decide, calls = Team.decide, [0]
 
         def counted(self: Team, choose: Any) -> Any:
             calls[0] += 1
             if calls[0] == 12:
-                (folder / "ended").write_text(str(time.monotonic()))
-                os.kill(os.getpid(), number)
+                Path(folder, "ended").write_text(str(time.monotonic()))
+                os.kill(os.getpid(), ends_by)
             return decide(self, choose)
 
         Team.decide = counted  # type: ignore[method-assign]
-    code = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return main(arguments)
 
 
 class Ran:
+    """`count` processes of their own, each a new interpreter: nothing is forked where CUDA or threads may be about."""
+
     def __init__(self, count: int, folder: Path, arguments: list[str], ends_at: dict[int, int] | None = None) -> None:
         self.folder = folder / uuid.uuid4().hex
         self.folder.mkdir()
+        ends_at = ends_at or {}
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "eaglex.hosts.transformers", "eaglex.hosts.pair"])
-        each = [
-            context.Process(target=_rank, args=(rank, count, str(store.port), self.folder, arguments, ends_at or {}))
-            for rank in range(count)
-        ]
-        for process in each:
-            process.start()
-        until = time.monotonic() + 60
+        names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        names |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        each = []
+        for rank in range(count):
+            own = names | {"RANK": rank, "LOCAL_RANK": rank}
+            with open(self.folder / f"{rank}.out", "w") as out, open(self.folder / f"{rank}.err", "w") as err:
+                job = json.dumps([arguments, str(self.folder), int(ends_at.get(rank, 0))])
+                environment = os.environ | {name: str(value) for name, value in own.items()}
+                command = [sys.executable, __file__, job]
+                each.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
+        until = time.monotonic() + 90
         for rank, process in enumerate(each):
-            process.join(0.1 if rank in (ends_at or {}) else max(0.1, until - time.monotonic()))
+            if rank not in ends_at:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, until - time.monotonic()))
         self.at = time.monotonic()
-        self.codes = [process.exitcode for process in each]
+        self.codes = [process.poll() for process in each]
         for process in each:
-            with contextlib.suppress(ProcessLookupError, TypeError):
-                os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-            process.join(5)
+            process.kill()
+            process.wait(10)
 
     def text(self, rank: int, stream: str = "err") -> str:
         return (self.folder / f"{rank}.{stream}").read_text()
@@ -135,3 +132,7 @@ def test_a_stopped_rank_is_named(pair, tmp_path):
     ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE)), {1: signal.SIGSTOP})
     assert ran.codes[0] == 1, ran.text(0)
     assert "eaglex: error: rank 1: " in ran.text(0)
+
+
+if __name__ == "__main__":
+    sys.exit(_rank(*json.loads(sys.argv[1])))

@@ -73,7 +73,8 @@ def test_an_engine_has_its_own_options(name: str, tmp_path: Path, monkeypatch: p
     assert ("SERVE_PROBE" in found) is (name != "none")
     wanted = {
         "eaglex": {"drafter": "engine"}, "pausing": {"drafter": "engine", "pausing": True},
-        "socket": {"drafter": "host"},
+        "socket": {"drafter": "host"}, "fp8": {"drafter": "engine", "draft_quant": "fp8"},
+        "int4": {"drafter": "engine", "draft_quant": "int4"},
     }.get(name)  # fmt: skip
     chosen = json.loads(found["EAGLEX_OPTIONS"]) if "EAGLEX_OPTIONS" in found else None
     assert chosen == (wanted | {"max_rows": 512} if wanted else None)

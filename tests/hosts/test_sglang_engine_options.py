@@ -15,7 +15,8 @@ from eaglex.aux_layers import AuxConvention
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import algorithm, arguments, aux_capture, compat, draft_memory, engine_arguments, options
 from eaglex.hosts.sglang.options import Drafter, Options, Placement
-from eaglex.packed import DraftQuant, Precision
+from eaglex.hot_vocab import HotVocab
+from eaglex.packed import Auto, DraftQuant, Precision
 
 
 def test_no_options_run_the_engine() -> None:
@@ -27,7 +28,7 @@ def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
         "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
-        "draft_quant": "head=int4,mlp=fp8",
+        "draft_quant": "head=int4,mlp=fp8", "hot_vocab": "9:a.json",
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -41,6 +42,7 @@ def test_options_are_read() -> None:
         deadline=2.5,
         transport="nccl",
         draft_quant=DraftQuant(head=Precision.INT4, mlp=Precision.FP8),
+        hot_vocab=HotVocab(size=9, file="a.json"),
     )
     assert set(written) == {field for field in Options.__dataclass_fields__ if field != "DEFAULT_ROWS"}
 
@@ -65,6 +67,7 @@ WRONG = {
     '{"convention": "both"}': "convention", '{"stop_below": 1}': "stop_below", '{"stop_below": "a"}': "a number",
     '{"pausing": 1}': "true or false",
     '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer", '{"deadline": 0}': "deadline",
+    '{"hot_vocab": "0"}': "N >= 1", '{"hot_vocab": 9}': "a text as of --hot-vocab",
     '{"draft_quant": "int3"}': "draft_quant", '{"draft_quant": 8}': "a text",
     '{"join_deadline": "soon"}': "a number", '{"transport": "tcp"}': "'p2p' or 'mailbox' or 'nccl'",
 }  # fmt: skip
@@ -124,6 +127,7 @@ def test_bits_of_the_draft_are_the_options_else_the_hosts_flag() -> None:
         arguments.refuse(server_args)
         assert of(server_args, Options()) == wanted
         assert of(server_args, Options(draft_quant=int4)) == int4
+        assert of(server_args, options.read({options.VARIABLE: '{"draft_quant": "auto"}'})) is Auto.AUTO
 
 
 def test_every_flag_of_the_engine_is_tested() -> None:

@@ -47,7 +47,7 @@ def test_every_verification_is_given_the_reference_draft(name: str) -> None:
 @pytest.mark.parametrize("precision", [Precision.FP8, Precision.INT4])
 def test_a_draft_of_fewer_bits_is_the_reference_of_these_bits(precision: Precision) -> None:
     with made_host(Setting(options={"draft_quant": precision.value}), seed=7) as host:
-        host.weights = quantize(host.weights, DraftQuant.every(precision))
+        host.weights = quantize(host.weights, DraftQuant.parse(precision.value))
         assert not isinstance(host.weights.layers[0].gate_proj, torch.Tensor)
         played(host, 12)
         assert host.drafted > host.verified / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 import statistics
@@ -11,7 +12,7 @@ import torch
 
 from eaglex.bridge import Bridge, Members
 from eaglex.config import EngineLimits, SpeculationConfig
-from eaglex.engine import DraftBatch, DraftEngine, DraftResults
+from eaglex.engine import DraftBatch, DraftEngine, DraftResults, current_stream
 from support.bridge_world import Plan, device_of
 from support.models import make_config
 from support.rig import Ask, Layout, Rig
@@ -26,6 +27,52 @@ PROMPT = 60  # rows of a first cycle: more than any graph takes, so raw launches
 def make_rig(cuda: bool) -> Rig:
     kind, config = (StreamedRig, make_streamed_config()) if cuda else (Rig, make_config())
     return kind(config, SPECULATION, layout=LAYOUT)
+
+
+def digest_of(seen: list[list[torch.Tensor]]) -> tuple[str, int]:
+    """Of all that counts in tokens, parents, counts and lengths of these cycles, and how many drafts there are."""
+    digest, drafts = hashlib.sha256(), 0
+    for one in seen:
+        tokens, parents, counts, lens = (t.cpu() for t in one)
+        counted = torch.arange(tokens.shape[1]) < counts[:, None]
+        for tensor in (tokens.where(counted, 0), parents.where(counted, 0), counts, lens):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        drafts += int((counts > 0).sum())
+    return digest.hexdigest(), drafts
+
+
+@dataclasses.dataclass
+class Cycle:
+    """Some requests' rows, how many of those count, and lengths before them: the same ones on every rank."""
+
+    slots: list[int]
+    rows: list[int]
+    valid: list[int]
+    lens: list[int]
+
+    @classmethod
+    def drawn(cls, draw: random.Random, lengths: list[int], *, prompt: bool) -> Cycle:
+        count = 2 if prompt else draw.randint(1, LAYOUT.max_batch)
+        slots = draw.sample(range(1, LAYOUT.num_slots), count)
+        rows = [PROMPT if prompt else draw.randint(1, 7) for _ in slots]
+        valid = [draw.randint(1, most) for most in rows]
+        return cls(slots, rows, valid, [lengths[slot] for slot in slots])
+
+    def batch(self, rig: Rig) -> DraftBatch:
+        for slot, length in zip(self.slots, self.lens, strict=True):
+            if slot not in rig.requests:
+                rig.join(slot, slot)
+            rig.requests[slot].length = length
+        return rig.batch([Ask(slot, n, v) for slot, n, v in zip(self.slots, self.rows, self.valid, strict=True)])
+
+    def add_to(self, lengths: list[int]) -> None:
+        for slot, n in zip(self.slots, self.valid, strict=True):
+            lengths[slot] += n
+
+
+def taken(results: DraftResults, slots: list[int]) -> list[torch.Tensor]:
+    at = torch.tensor(slots, device=results.num_nodes.device)
+    return [t[at] for t in (results.draft_tokens, results.parents, results.num_nodes, results.drafted_for)]
 
 
 class EngineRank:
@@ -52,31 +99,18 @@ class EngineRank:
         self.seen: list[list[torch.Tensor]] = []
 
     def cycle(self, draw: random.Random, *, prompt: bool) -> None:
-        """Some requests' rows, the same ones on every rank; what this rank has of them afterwards."""
-        count = 2 if prompt else draw.randint(1, LAYOUT.max_batch)
-        slots = draw.sample(range(1, LAYOUT.num_slots), count)
-        rows = [PROMPT if prompt else draw.randint(1, 7) for _ in slots]
-        valid = [draw.randint(1, most) for most in rows]
-        lens = [self.lengths[slot] for slot in slots]
+        """What this rank has of the cycle's requests afterwards."""
+        cycle = Cycle.drawn(draw, self.lengths, prompt=prompt)
         if self.rig is not None:
-            asks = [Ask(slot, n, v) for slot, n, v in zip(slots, rows, valid, strict=True)]
-            for slot, length in zip(slots, lens, strict=True):
-                if slot not in self.rig.requests:
-                    self.rig.join(slot, slot)
-                self.rig.requests[slot].length = length
-            self.launch(self.rig.engine, self.rig.batch(asks))  # type: ignore[arg-type]
+            self.launch(self.rig.engine, cycle.batch(self.rig))
         else:
-            ids = [torch.tensor(values, device=self.device) for values in (slots, lens)]
-            self.bridge.receive(*ids, num_valid=torch.tensor(valid, dtype=torch.int32, device=self.device))
-        for slot, count in zip(slots, valid, strict=True):
-            self.lengths[slot] += count
-        at = torch.tensor(slots, device=self.device)
-        found = self.results
-        self.seen.append([t[at] for t in (found.draft_tokens, found.parents, found.num_nodes, found.drafted_for)])
+            ids = [torch.tensor(values, device=self.device) for values in (cycle.slots, cycle.lens)]
+            self.bridge.receive(*ids, num_valid=torch.tensor(cycle.valid, dtype=torch.int32, device=self.device))
+        cycle.add_to(self.lengths)
+        self.seen.append(taken(self.results, cycle.slots))
 
     def launch(self, engine: DraftEngine, batch: DraftBatch) -> None:
-        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
-        (engine.run if self.plan.engine == "run" else engine.enqueue)(batch, stream)
+        (engine.run if self.plan.engine == "run" else engine.enqueue)(batch, current_stream(self.device))
 
     def go(self) -> dict[str, Any]:
         draw = random.Random(5)
@@ -89,13 +123,8 @@ class EngineRank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.bridge.check()
-        digest, drafts = hashlib.sha256(), 0
-        for tokens, parents, counts, lens in (([t.cpu() for t in one]) for one in self.seen):
-            counted = torch.arange(tokens.shape[1]) < counts[:, None]
-            for tensor in (tokens.where(counted, 0), parents.where(counted, 0), counts, lens):
-                digest.update(tensor.contiguous().numpy().tobytes())
-            drafts += int((counts > 0).sum())
-        found = {"digest": digest.hexdigest(), "drafts": drafts, "counters": self.bridge.counters()}
+        digest, drafts = digest_of(self.seen)
+        found = {"digest": digest, "drafts": drafts, "counters": self.bridge.counters()}
         if self.device.type == "cuda" and self.plan.timed:
             found["us"] = self.times()
         return found

@@ -47,6 +47,10 @@ class Plan:
     shared_device: bool = False  # all ranks on device 0
     engine: str = ""  # drafts are a real engine's, which pushes at the end of this call: run or enqueue
     timed: bool = False
+    ranks: int = 0  # with a dedicated drafter: of the target; the drafter is the process behind them
+    drafter_deadline: float = 5.0
+    drafter_ends: tuple[int, int, str] | None = None  # at that request, by this signal, "before" or "within" it
+    drafter_terms: dict[str, int] | None = None  # what it takes the group's terms for
 
 
 def device_of(plan: Plan, rank: int) -> torch.device:
@@ -136,7 +140,20 @@ class Rank:
             time.sleep(seconds)
 
 
-def rank_of(plan: Plan, members: Members) -> Any:
+def rank_of(plan: Plan, store: Any, rank: int, count: int) -> tuple[Any, Members | None]:
+    """What this process is, and the ranks it meets at the end."""
+    if plan.ranks:
+        from support.bridge_relay import DrafterSide, RelayRank
+
+        if rank == plan.ranks:
+            return DrafterSide(plan, store), None
+        members = Members(store, rank=rank, num_ranks=plan.ranks, deadline=60.0)
+        return RelayRank(plan, members, store), members
+    members = Members(store, rank=rank, num_ranks=count, deadline=60.0)
+    return side_of(plan, members), members
+
+
+def side_of(plan: Plan, members: Members) -> Any:
     if not plan.engine:
         return Rank(plan, members)
     from support.bridge_engine import EngineRank
@@ -151,18 +168,21 @@ def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, o
 
         module = emulator.load(Path(emulated))
         import eaglex.bridge
+        import eaglex.bridge_dedicated
         import eaglex.engine
 
-        eaglex.bridge._extension = eaglex.engine._extension = lambda: module
+        for part in (eaglex.bridge, eaglex.bridge_dedicated, eaglex.engine):
+            part._extension = lambda: module  # type: ignore[attr-defined]
     begun = time.monotonic()
     try:
-        members = Members(dist.FileStore(store, count), rank=rank, num_ranks=count, deadline=60.0)
-        side = rank_of(plan, members)
+        side, members = rank_of(plan, dist.FileStore(store, count), rank, count)
         out.send(("open", side.seconds_to_open))
         found = side.go()
-        members.gather("end", None)
+        if members is not None:
+            members.gather("end", None)
         begun = time.monotonic()
-        del side.bridge
+        with contextlib.suppress(AttributeError):
+            del side.bridge
         found["seconds_to_close"] = time.monotonic() - begun
         out.send(("done", found))
     except EaglexError as error:

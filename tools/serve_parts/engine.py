@@ -63,7 +63,7 @@ class Timed:
 
         self.choose = random.Random(1)
         target, draft = write_configs(out.parent / f"{out.stem}-files", SHAPE)
-        if name in ("eaglex", "pausing"):  # reads a draft's files; the host makes dummy weights itself
+        if name not in ("eagle3", "none", "socket"):  # reads a draft's files; the host makes dummy weights itself
             write_weights(target, draft, SHAPE, DRAFT_VOCAB)
         options: dict[str, Any] = {
             "load_format": "dummy", "max_total_tokens": 72000, "max_running_requests": max(batches()),

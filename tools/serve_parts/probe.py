@@ -140,7 +140,7 @@ def activate() -> None:
     path, engine = os.environ.get("SERVE_PROBE"), os.environ.get("SERVE_PROBE_ENGINE")
     if not path or engine == "none":
         return
-    if engine in ("eaglex", "pausing"):
+    if engine in ("eaglex", "pausing", "fp8", "int4"):
         from eaglex.hosts.sglang.engine_draft import EngineDraft
         from eaglex.hosts.sglang.engine_worker import EaglexEngineWorker as Worker
         from eaglex.hosts.sglang.stream import DraftStream

@@ -192,6 +192,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::uint32_t rows_ready = barriers + 24 * shape.stages;
   const int first = shape.split.first(blockIdx.x);
   const int last = shape.split.first(blockIdx.x + 1);
+  int issued = 0;  // chunks, by the thread that issues them
   if (threadIdx.x == kConsumerThreads) {
     for (int stage = 0; stage < shape.stages; ++stage) {
       mbar_init(ring.landed + 8 * stage, 1);
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     mbar_init(rows_ready, 1);
     mbar_init(rows_ready + 16, 1);  // TileSums::add_staged
     mbar_init_fence();
-    fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
+    issued = fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
   const bool locates = warp > kConsumerWarps;
   const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
@@ -232,8 +233,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (warp == kConsumerWarps) {
     if (lane != 0) return;
-    if (idle) return land_ring(ring, first_chunks(shape, last - first));
-    return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
+    if (idle) return land_ring(ring, issued);
+    return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, issued, first, last);
   }
   if (idle) return;
   Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();

@@ -47,15 +47,17 @@ template <class Step>
           0};
 }
 
-// Blocks of `kernel` that an SM holds. Asked once per kernel and size: the driver takes a microsecond.
-inline int blocks_per_sm(const void* kernel, int shared_bytes, std::atomic<std::int64_t>& known) {
+// Blocks of `kernel` that an SM of the current device holds. Asked once per kernel, size and number of SMs: the driver
+// takes a microsecond.
+inline int blocks_per_sm(const void* kernel, int num_sms, int shared_bytes, std::atomic<std::int64_t>& known) {
   const std::int64_t before = known.load(std::memory_order_relaxed);
-  if (before >> 8 == shared_bytes) return static_cast<int>(before & 0xFF);
+  const std::int64_t key = static_cast<std::int64_t>(num_sms) << 32 | shared_bytes;
+  if (before >> 8 == key) return static_cast<int>(before & 0xFF);
   int blocks = 0;
   check(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, static_cast<std::size_t>(shared_bytes)),
       "occupancy");
-  known.store(static_cast<std::int64_t>(shared_bytes) << 8 | blocks, std::memory_order_relaxed);
+  known.store(key << 8 | blocks, std::memory_order_relaxed);
   return blocks;
 }
 
@@ -67,8 +69,8 @@ void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const Gemm
   const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
         "shared memory");
-  const int resident =
-      plan.device.num_sms * blocks_per_sm(reinterpret_cast<const void*>(kernel), config.shared_bytes, known);
+  const int resident = plan.device.num_sms * blocks_per_sm(reinterpret_cast<const void*>(kernel), plan.device.num_sms,
+                                                           config.shared_bytes, known);
   if (resident < config.grid) shape.reduction = Reduction::kLastArriver;
   launch_chained(plan, kernel, dim3(static_cast<unsigned>(config.grid)), kThreads, config.shared_bytes, stream, shape,
                  layout, params);

@@ -1,7 +1,8 @@
 // The two producer warps of a weight-streaming GEMM and the ring between them and the consumers.
 //
-// Weights and gammas never change, so the ring is filled before the wait for the kernel before: under PDL it is full when
-// the activations arrive. After it the activation warp finds the rows and copies them beside the weights.
+// Weights and gammas never change, so the ring is filled before the wait for the kernel before, a few chunks at a time:
+// under PDL it is full when the activations arrive. After it the activation warp finds the rows and copies them beside
+// the weights.
 #pragma once
 
 #include "cuda/stream/config.h"
@@ -19,8 +20,10 @@ enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 // So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
 // front of the memory, and what a step needs beside its weights would wait behind them.
 inline constexpr int kInFlight = 2;
-// And so many are under way before the block waits for the kernels before; all, if its ring has no more.
-inline constexpr int kBeforeWait = kMaxStages;
+// That holds for the first round too: whole rings of all blocks at once, 29 MB, would stand for 6 µs in front of what
+// the kernel before needs for its end. But nobody knows when that has ended, and no warp of the block can wait for it
+// while one fills the ring: so after this time the rest of the round is left for later.
+inline constexpr std::uint64_t kFillNs = 2500;
 
 // One launch, without what its step adds.
 struct GemmShape {
@@ -29,8 +32,8 @@ struct GemmShape {
   const bf16* ones = nullptr;            // [k]: gamma of a segment without a norm
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
-  int before_wait = kBeforeWait;
   int in_flight = kInFlight;
+  std::uint64_t fill_ns = kFillNs;
   int segments = 1;
   int tokens = 0;
   int first_row_tile = 0;
@@ -142,28 +145,38 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
   }
 }
 
-// Chunks of the first round that come before the wait.
-__device__ __forceinline__ int first_chunks(const GemmShape& shape, int units) {
-  return min(min(shape.before_wait, shape.stages), units);
+// Chunks of a block that are under way at most.
+template <class Weights, int kTokenTiles>
+__device__ __forceinline__ int most_under_way(const GemmShape& shape) {
+  return min(shape.in_flight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), shape.stages);
 }
 
-// They must be under way before any thread of the block waits for the kernels before: griddepcontrol.wait holds up the
-// whole block, whichever warp calls it.
+// Begins the first round and returns how many of its chunks are issued. They must be before any thread of the block
+// waits for the kernels before: griddepcontrol.wait holds up the whole block, whichever warp calls it.
 template <class Weights, int kTokenTiles, bool kNormed>
-__device__ __forceinline__ void fill_ring(const GemmShape& shape, const Ring& ring, int first, int last) {
+__device__ __forceinline__ int fill_ring(const GemmShape& shape, const Ring& ring, int first, int last) {
   const std::uint64_t policy = evict_first_policy();
+  const int count = min(shape.stages, last - first);
+  const int most = most_under_way<Weights, kTokenTiles>(shape);
+  const std::uint64_t start = now_ns();
   Cursor cursor(shape, first);
-  for (int i = 0; i < first_chunks(shape, last - first); ++i, cursor.next(shape))
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, cursor.next(shape)) {
+    while (i >= most && !mbar_try_wait(ring.landed + 8 * (i - most), kConsumer)) {
+      if (now_ns() - start > shape.fill_ns) return i;
+    }
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, i, policy);
+  }
+  return count;
 }
 
 // All chunks after those.
 template <class Weights, int kTokenTiles, bool kNormed>
-__device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int first, int last) {
-  constexpr int kInChunk = kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles);
-  const int most = min(shape.in_flight * kInChunk, ring.stages);
+__device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ring& ring, int issued, int first,
+                                                int last) {
+  const int most = most_under_way<Weights, kTokenTiles>(shape);
   const std::uint64_t policy = evict_first_policy();
-  int under_way = first_chunks(shape, last - first);
+  int under_way = issued;
   RingPosition oldest(kConsumer);  // of those under way
   RingPosition at(under_way == ring.stages ? kProducer ^ 1 : kProducer);
   at.stage = under_way % ring.stages;

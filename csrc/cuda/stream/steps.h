@@ -1,9 +1,9 @@
 // The product's steps on a stream: one function per step of Backend, each one or two launches, all capturable, nothing
 // allocated.
 //
-// A StreamPlan is made once; matrices come from `retile` in the order that `tile_order` names; DraftBatch is the
-// device's copy of the parameter block (its address stays, its contents change from launch to launch). Rows are 1..64;
-// anything else is for the plain kernels.
+// A StreamPlan is made once; matrices come from `retile` in the order of a TileOrder; DraftBatch is the device's copy of
+// the parameter block (its address stays, its contents change from launch to launch). Rows of a launch are 1..64; a pass
+// of more is several launches (StreamPlan::first_row) or the plain kernels'.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -15,12 +15,12 @@ import torch
 
 from eaglex import checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
-from eaglex.engine import current_stream
+from eaglex.engine import DraftResults, current_stream
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.metrics import Metrics
 from eaglex.hosts.sglang.options import Options
-from eaglex.hosts.sglang.ranks import Ranks
+from eaglex.hosts.sglang.ranks import Link, Ranks
 from eaglex.hosts.sglang.translate import Prefilled, Verified
 from eaglex.hosts.sglang.verify_input import Trees, VerifyPool
 
@@ -66,6 +66,7 @@ class DraftSide:
         self.graph_time_usage: dict[str, float] = {}
         self.weight_load_time = 0.0
         self.metrics: Metrics | None = None
+        self._link: Link | None = None  # where there are several ranks, once there are results for it
         self._buffers = VerifyPool(device)
         self._verify_input = compat.symbol("EagleVerifyInput")
         runner, model_config = target_worker.model_runner, target_worker.model_config
@@ -150,6 +151,13 @@ class DraftSide:
 
     def check(self) -> None:
         """Raise BridgeError once the ranks have lost each other. To be called before a forward; no wait."""
+        if self._link is not None:
+            self._link.bridge.check()
+
+    def _connect(self, results: DraftResults) -> None:
+        """This rank's end of the bridge, over these results. Raises BridgeError on every rank alike."""
+        bridge = self.ranks.bridge(self.speculation, self.limits, results, vocab_size=self.config.vocab_size)
+        self._link = None if bridge is None else Link(bridge, max_lanes=self.limits.max_batch)
 
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start; none where nothing is drafted."""

@@ -8,7 +8,7 @@ from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import NAME, compat
 from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
-from eaglex.packed import DraftQuant, Precision
+from eaglex.packed import Auto, DraftQuant, Precision
 
 # option, allowed values, why another is refused
 REFUSED: Final = (
@@ -70,7 +70,7 @@ def _admit_adaptive() -> None:
     compat.replace("adaptive_unsupported_reason", reason)
 
 
-def quant_of(server_args: Any, options: Options) -> DraftQuant | None:
+def quant_of(server_args: Any, options: Options) -> DraftQuant | Auto | None:
     """Fewer bits for the draft: by the option, else by the host's flag, which is the target's method where it is left
     open; a method that is not made at load leaves the draft as its files have it.
     """

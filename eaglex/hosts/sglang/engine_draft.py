@@ -21,10 +21,9 @@ from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
-from eaglex.hosts.sglang.ranks import Link
+from eaglex.hosts.sglang.shrink import Shrink, Wanted
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
-from eaglex.quantize import quantize
 from eaglex.repeated import RepeatedRun
 from eaglex.weights import DraftWeights
 
@@ -37,9 +36,12 @@ class EngineDraft(DraftSide):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._engine: DraftEngine | None = None
-        self._link: Link | None = None
         self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
         self._failures = 0
+        wanted = Wanted(
+            quant=engine_arguments.quant_of(self.server_args, self.options), hot_vocab=self.options.hot_vocab
+        )
+        self._shrink = Shrink(wanted, self.server_args.speculative_draft_model_path, speculation=self.speculation)
         started = time.perf_counter()
         self.memory = draft_memory.Ledger(self.device)
         with self.memory.taking("weights"):
@@ -64,7 +66,11 @@ class EngineDraft(DraftSide):
     @property
     def _in_place(self) -> tuple[str, ...]:
         """Tensors that are the target's own memory: those that it has whole on this GPU."""
-        return self.facts.borrowed if self.ranks.size == 1 else ()
+        return self._borrowed if self.ranks.size == 1 else ()
+
+    @property
+    def _borrowed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.facts.borrowed if name != "lm_head" or not self._shrink.own_head)
 
     def _load(self) -> DraftWeights:
         args, options, model_config = self.server_args, self.options, self.target_worker.model_config
@@ -79,12 +85,9 @@ class EngineDraft(DraftSide):
             revision=args.speculative_draft_model_revision,
             held=self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype),
         )
-        quant = engine_arguments.quant_of(args, options)
-        weights = loaded.weights
-        if quant is not None:
-            weights = quantize(weights, quant, device=self.device)
-            logger.info("EAGLEX: the draft's matrices: %s.", quant)
-        return to_device(weights, self.device)
+        weights = to_device(loaded.weights, self.device)
+        self.config, weights = self._shrink.of(self.facts.config, weights, self.device)
+        return weights
 
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
@@ -131,17 +134,14 @@ class EngineDraft(DraftSide):
         results = sum(tensor.nbytes for tensor in vars(self._engine.results).values() if tensor is not None)
         kept = self._engine.prepared_bytes - dropped
         self.memory.planned["engine"] = kept + self._engine.workspace_bytes + results
-        bridge = self.ranks.bridge(
-            self.speculation, self.limits, self._engine.results, vocab_size=self.config.vocab_size
-        )
-        self._link = None if bridge is None else Link(bridge, max_lanes=self.limits.max_batch)
+        self._connect(self._engine.results)
 
     def _report(self) -> None:
         logger.info(
             "EAGLEX: GPU memory %s; the draft shares %s with the target; %d bytes of K and V for each of %d slots; "
             "drafts on %s%s.",
             self.memory,
-            " and ".join(self.facts.borrowed) or "nothing",
+            " and ".join(self._borrowed) or "nothing",
             self.kv_bytes_per_token,
             self.draft_k[0].shape[0],
             self.engine.backend_name,
@@ -184,11 +184,6 @@ class EngineDraft(DraftSide):
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start."""
         return self.engine.counters()
-
-    def check(self) -> None:
-        """Raise BridgeError once the ranks have lost each other. No wait."""
-        if self._link is not None:
-            self._link.bridge.check()
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Extend by the accepted tokens, then draft from each request's last one.

@@ -21,7 +21,6 @@ class FollowerDraft(DraftSide):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._link: Link | None = None
         self._follower: Follower | None = None
         self._share()
 
@@ -48,13 +47,12 @@ class FollowerDraft(DraftSide):
     ) -> None:
         """Results for as many slots as the host has, and this end of the bridge."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        self._connect()
+        self._follow()
 
-    def _connect(self) -> None:
-        results = DraftResults.allocate(self.speculation, self.limits, self.device)
-        bridge = self.ranks.bridge(self.speculation, self.limits, results, vocab_size=self.config.vocab_size)
-        assert bridge is not None
-        self._link, self._follower = Link(bridge, max_lanes=self.limits.max_batch), bridge.follower()
+    def _follow(self) -> None:
+        self._connect(DraftResults.allocate(self.speculation, self.limits, self.device))
+        bridge = self.link.bridge
+        self._follower = bridge.follower()
         logger.info("EAGLEX: rank %d hears of drafts by %s.", self.ranks.rank, bridge.transport)
 
     def renew(self) -> None:
@@ -64,15 +62,11 @@ class FollowerDraft(DraftSide):
         self._buffers.forget()
         self._link = self._follower = None
         self._share()
-        self._connect()
+        self._follow()
 
     def forget(self) -> None:
         """No slot has a draft any more."""
         self.link.bridge.results.drafted_for.fill_(-1)
-
-    def check(self) -> None:
-        """Raise BridgeError once the ranks have lost each other. No wait."""
-        self.link.bridge.check()
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Take in what the rank that drafts says of these requests."""

@@ -12,13 +12,14 @@ import enum
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 from eaglex.aux_layers import AuxConvention
 from eaglex.bridge_transport import GPU_TRANSPORTS
 from eaglex.errors import ConfigError
-from eaglex.packed import DraftQuant
+from eaglex.hot_vocab import HotVocab
+from eaglex.packed import Auto, DraftQuant
 
 VARIABLE = "EAGLEX_OPTIONS"
 
@@ -46,7 +47,8 @@ class Options:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
     chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
     draft_quant: fewer bits for the draft's matrices, in the words of `eaglex generate --draft-quant`
-    (docs/precision.md); without it the host's flag speculative_draft_model_quantization decides.
+    (docs/precision.md); without it the host's flag speculative_draft_model_quantization decides. hot_vocab: a smaller
+    head, in those of its --hot-vocab.
     With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
     the transport that takes the place of the probe's choice (docs/bridge.md).
     """
@@ -60,7 +62,8 @@ class Options:
     stop_below: float = 0.0
     max_rows: int = 0
     pausing: bool = False
-    draft_quant: DraftQuant | None = None
+    draft_quant: DraftQuant | Auto | None = None
+    hot_vocab: HotVocab | None = None
     join_deadline: float = 600.0
     deadline: float = 60.0
     transport: str | None = None
@@ -147,13 +150,16 @@ def _transport(name: str, value: object) -> str:
     return str(value)
 
 
-def _quant(name: str, value: object) -> DraftQuant:
-    if not isinstance(value, str):
-        _fail(name, "a text as of --draft-quant", value)
-    try:
-        return DraftQuant.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{VARIABLE}: {error}") from error
+def _parsed(parse: Callable[[str], Any]) -> Any:
+    def reader(name: str, value: object) -> Any:
+        if not isinstance(value, str):
+            _fail(name, f"a text as of --{name.replace('_', '-')}", value)
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{VARIABLE}: {error}") from error
+
+    return reader
 
 
 _READERS: dict[str, Any] = {
@@ -164,7 +170,8 @@ _READERS: dict[str, Any] = {
     "stop_below": _number,
     "max_rows": _integer,
     "pausing": _flag,
-    "draft_quant": _quant,
+    "draft_quant": _parsed(lambda text: Auto.AUTO if text == Auto.AUTO.value else DraftQuant.parse(text)),
+    "hot_vocab": _parsed(HotVocab.parse),
     "join_deadline": _number,
     "deadline": _number,
     "transport": _transport,
