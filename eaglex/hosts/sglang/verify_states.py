@@ -1,7 +1,8 @@
 """Verification at several widths: an attention backend and CUDA graphs of the target for each number of steps.
 
 The host's EAGLE worker keeps such states for its adaptive steps; 0 steps verify a request's root alone, which is a
-plain decode (root_decode.py). They are made here with the host's own classes, beside the state that the host itself has captured.
+plain decode (root_decode.py). They are made here with the host's own classes, beside the state that the host itself has
+captured.
 """
 
 from __future__ import annotations
