@@ -4,8 +4,10 @@
 //   build/bench/bench_delays [bf16 | fp8 | int4]      (ends with 1 where something differs)
 //
 // Programmatic dependent launch lets a kernel start beside the one before. The oracle is the same engine without it.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <vector>
 
 #include "launches.h"
@@ -84,8 +86,10 @@ int check(const Shape& shape, Case c, DType weights, cudaStream_t stream) {
                   launches().count, launches().name.c_str());
     }
   }
-  std::printf("  %s, batch %d, topk %d, %d rows: %zu launches delayed in turn, raw and in a graph, %d differ\n",
-              shape.name.c_str(), c.batch, c.topk, c.batch * c.num_draft_tokens, count, wrong);
+  std::printf(
+      "  %s, %d layers, batch %d, topk %d, %d rows, %s: %zu launches delayed in turn, raw and in a graph, %d differ\n",
+      shape.name.c_str(), c.layers, c.batch, c.topk, c.batch * c.num_draft_tokens,
+      std::isinf(c.stop_score) ? "all steps" : "stops", count, wrong);
   std::fflush(stdout);
   return wrong;
 }
@@ -98,10 +102,17 @@ int run(const std::string& precision) {
   const Shape large{"H4096/I14336/V32k", 4096, 14336, 32, 8, 128, 32000, 32000};
   const DType weights = precision == "fp8" ? DType::kF8 : precision == "int4" ? DType::kI4 : DType::kBF16;
   int wrong = 0;
-  // Of 40 and 64 requests the extend runs in 4 and 6 parts.
+  constexpr float kNever = -std::numeric_limits<float>::infinity(), kAtOnce = -1e-6F, kSomewhere = -9.6F;
+  // Of 40 and 64 requests the extend runs in 4 and 6 parts; of 20 of topk 4 the steps are the plain chain's.
   for (const Case& c : {Case{1, 4, 1, 5, 300}, Case{8, 4, 1, 5, 300}, Case{12, 4, 1, 5, 300}, Case{40, 4, 1, 5, 300},
-                        Case{64, 5, 1, 6, 100}, Case{1, 4, 4, 16, 300}, Case{4, 4, 8, 20, 300}})
+                        Case{64, 5, 1, 6, 100}, Case{1, 4, 4, 16, 300}, Case{4, 4, 8, 20, 300}, Case{20, 3, 4, 8, 100}})
     wrong += check(small, c, weights, stream);
+  for (const int topk : {1, 4}) {
+    const int nodes = topk == 1 ? 5 : 8;
+    wrong += check(small, {6, 4, topk, nodes, 300, kNever, weights, 2}, weights, stream);
+    for (const float stop : {kAtOnce, kSomewhere})  // a token's logarithm is about -4.8
+      wrong += check(small, {6, 4, topk, nodes, 300, stop, weights}, weights, stream);
+  }
   for (const Case& c : {Case{1, 3, 1, 4, 500}, Case{16, 3, 1, 4, 500}}) wrong += check(large, c, weights, stream);
   return wrong == 0 ? 0 : 1;
 }
