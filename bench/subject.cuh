@@ -37,6 +37,9 @@ struct Case {
   float stop_score = -std::numeric_limits<float>::infinity();
   DType weights = DType::kBF16;  // or kF8, kI4: all matrices but fc
   int layers = 1;
+  AuxNorm aux_norm = AuxNorm::kNone;
+  Residual residual = Residual::kPreNorm;
+  NextHidden next_hidden = NextHidden::kPreNorm;
 };
 
 class Subject {
@@ -48,6 +51,9 @@ class Subject {
     config_.num_heads = shape.heads;
     config_.num_kv_heads = shape.kv_heads;
     config_.num_layers = c.layers;
+    config_.aux_norm = c.aux_norm;
+    config_.residual = c.residual;
+    config_.next_hidden = c.next_hidden;
     config_.head_dim = config_.rotary_dim = shape.head_dim;
     config_.vocab_size = shape.vocab;
     config_.draft_vocab_size = shape.draft_vocab;
@@ -93,6 +99,11 @@ class Subject {
     batch_.req_pool_indices = ids<std::int64_t>({b}, [](std::int64_t i) { return i + 1; });
     batch_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t) { return c.context; });
 
+    other_ = batch_;
+    other_.aux_hidden_states = random({rows, config_.aux_width()}, 0, 1);
+    other_.input_ids = ids<std::int64_t>({rows}, [&](std::int64_t i) { return i * 104729 % shape.vocab; });
+    other_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t i) { return c.context / 2 - i % 5; });
+
     verify_.mask_mode = MaskMode::kFull;
     verify_.req_pool_indices = batch_.req_pool_indices;
     verify_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t) { return c.context + valid; });
@@ -108,6 +119,8 @@ class Subject {
 
   void run(cudaStream_t stream) { engine_->run(batch_, stream); }
   void enqueue(cudaStream_t stream) { engine_->enqueue(batch_, stream); }
+  // A cycle of as many rows with other tokens, states and lengths: it leaves other numbers wherever one puts any.
+  void enqueue_other(cudaStream_t stream) { engine_->enqueue(other_, stream); }
   void tree(cudaStream_t stream) { engine_->tree(verify_, stream); }
   void warm_up() { engine_->warm_up(); }
   void aim(cudaStream_t stream) { recorder_->aim(stream); }
@@ -207,6 +220,9 @@ class Subject {
     DraftWeights w;
     w.embed_tokens = random({shape_.vocab, h}, 0, 0.02F);
     w.fc = matrix(h, config_.aux_width());
+    if (case_.aux_norm == AuxNorm::kWhole) w.aux_norms = {random({config_.aux_width()}, 1, 0.1F)};
+    for (int n = 0; n < config_.num_aux && case_.aux_norm == AuxNorm::kEach; ++n)
+      w.aux_norms.push_back(random({h}, 1, 0.1F));
     for (int layer = 0; layer < case_.layers; ++layer) {
       const std::int64_t in = layer == 0 ? 2 * h : h;
       w.layers.push_back({random({h}, 1, 0.1F), layer == 0 ? random({h}, 1, 0.1F) : TensorView{}, weight(q, in),
@@ -237,7 +253,7 @@ class Subject {
   std::vector<TensorView> written_, verified_;
   std::unique_ptr<DraftEngine> engine_;
   Recorder* recorder_ = nullptr;
-  BatchTensors batch_;
+  BatchTensors batch_, other_;
   VerifyTensors verify_;
 };
 

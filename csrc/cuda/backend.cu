@@ -59,6 +59,7 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
   expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
+  compiled_for_ = compiled_for();
 }
 
 void* CudaBackend::allocate(std::size_t bytes) {
@@ -115,6 +116,7 @@ void CudaBackend::bind_fast() {
   setup.weights = weights_;
   setup.batch = block_.batch;
   setup.drafting = block_.drafting;
+  setup.compiled_for = compiled_for_;
   const auto counted = [this](std::size_t& count) {
     return [this, &count](std::size_t bytes) {
       count += bytes;
@@ -392,7 +394,8 @@ void CudaBackend::head(const HeadParams& params) {
 void CudaBackend::select(const SelectParams& params) {
   const DeviceGuard guard(device_);
   if (fast_ && fast_->select(params, stream_)) return;
-  launch_select(chain_, params, lanes(), stream_);
+  const Begin begin = fast_ && fast_->releases() ? Begin::kDependent : Begin::kAfterTheOneBefore;
+  launch_select(chain_, params, lanes(), begin, stream_);
 }
 
 void CudaBackend::tree(const VerifyBatch& batch, Stream stream) {

@@ -187,6 +187,7 @@ class StreamChain final : public FastChain {
 
   bool head(const HeadParams& params, cudaStream_t to) override {
     pending_.reset();
+    releases_ = takes(params.rows) && plan_.pdl;
     if (!takes(params.rows)) return false;
     expect_aligned("norm", params.norm);
     HeadParams launch = params;
@@ -209,6 +210,8 @@ class StreamChain final : public FastChain {
     pending_.reset();
     return true;
   }
+
+  [[nodiscard]] bool releases() const override { return releases_; }
 
  private:
   struct Pending {
@@ -253,6 +256,7 @@ class StreamChain final : public FastChain {
   std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
+  bool releases_ = false;
 };
 
 }  // namespace
@@ -283,6 +287,8 @@ std::string FastChain::refusal(const Setup& setup) {
   if (config.num_aux > stream::kMaxSegments) return concat(config.num_aux, " auxiliary layers");
   const int capability = stream::current_device().compute_capability;
   if (capability < kOldest) return concat("compute capability ", capability / 10, ".", capability % 10);
+  // PTX that the driver has compiled for this device: there the kernels have no bodies.
+  if (setup.compiled_for < kOldest) return concat("kernels compiled for compute capability ", setup.compiled_for);
   return {};
 }
 

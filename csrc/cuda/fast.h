@@ -26,6 +26,7 @@ class FastChain {
     std::span<const Linear> weights;
     const DraftBatch* batch = nullptr;         // the device's copy of the parameter block
     std::int32_t* drafting = nullptr;          // Chain::drafting
+    int compiled_for = 0;                      // compute capability of this build's code, 90 for 9.0
     std::function<void*(std::size_t)> device;  // memory on the device, zeroed
     std::function<void*(std::size_t)> tiles;   // the same, for the weights
     std::function<void*(std::size_t)> pinned;  // memory of the host that the device can write, zeroed
@@ -60,6 +61,8 @@ class FastChain {
   virtual bool head(const HeadParams& params, cudaStream_t stream) = 0;
   // True where the head's second kernel selects as well: for chains, after head() returned true.
   virtual bool select(const SelectParams& params, cudaStream_t stream) = 0;
+  // Whether the head that was asked for last was launched here and lets the kernel behind it begin early.
+  [[nodiscard]] virtual bool releases() const = 0;
 
  protected:
   FastChain() = default;
