@@ -400,6 +400,7 @@ void CudaBackend::select(const SelectParams& params) {
 
 void CudaBackend::tree(const VerifyBatch& batch, Stream stream) {
   const DeviceGuard guard(device_);
+  if (fast_) fast_->heal(static_cast<cudaStream_t>(stream));
   launch_tree(context_, batch, num_sms_, static_cast<cudaStream_t>(stream));
 }
 

@@ -50,7 +50,10 @@ class FastChain {
   // Before a cycle on `stream`. Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was
   // drafted since the last call is void. From then on no block waits. Waits for the stream only in that case; while the
   // stream is captured, which must not be waited for, it leaves the error to the call after.
-  virtual void check(cudaStream_t stream) const = 0;
+  virtual void check(cudaStream_t stream) = 0;
+  // The same without the error, which the next check() throws: a host that replays cycles it has captured calls nothing
+  // else, and must not fail in the middle of a verification.
+  virtual void heal(cudaStream_t stream) = 0;
 
   // Launches the step and returns true, or returns false: a launch for the plain chain.
   virtual bool fuse(const FuseParams& params, cudaStream_t stream) = 0;
