@@ -89,9 +89,6 @@ void CudaBackend::bind(const EngineContext& context) {
   v_.assign(context.kv.v, context.kv.v + context.config.num_layers);
   context_.kv.k = nullptr;  // the device cannot follow it; launches carry the pointer of their layer
   context_.kv.v = nullptr;
-  constexpr long long kMaxGrid = 65535;
-  expect_range("max_batch * topk", static_cast<long long>(context.limits.max_batch) * context.speculation.topk, 1,
-               kMaxGrid);
   prepare_attention(context.config);
   const auto take = [this](std::size_t bytes) {
     workspace_bytes_ += bytes;
