@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from support import emulated, relay_faults
 
-# An emulated engine takes 15 to 25 ms of a processor per request.
-FEW = 4
+# An emulated engine takes 20 ms of a processor for each request of a cycle, and there are two.
+FEW = 2
 
 
 @pytest.fixture(scope="module")

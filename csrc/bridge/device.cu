@@ -8,7 +8,6 @@
 namespace eaglex::bridge {
 namespace {
 
-
 template <typename T>
 T read_now(const T& from) {
   return *static_cast<const volatile T*>(&from);
