@@ -15,8 +15,9 @@ More engines can be asked for: `pausing`, eaglex with pausing on where nothing i
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two),
 ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
-(1), NCCL_ONLY=1 (without SGLang's own all-reduce), ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the
-drafter. Exit status 1: an engine is missing.
+(1), NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an engine
+finds free for its weights and pool, ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter.
+Exit status 1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
