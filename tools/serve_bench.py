@@ -115,6 +115,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "tree_or_draft_us": median([d for d, _ in gpu]),
             "extend_us": median([e for _, e in gpu]),
             "verify_us": median([stage(r, "verify", batch) for r in rounds]),
+            "verify_cpu_us": median([stage(r, "verify_cpu", batch) for r in rounds]),
             "host_us": median([h + late if h is not None else None for h, late in host]),
             "host_parts_us": {
                 part: median([stage(r, part, batch) for r in rounds]) for part in ("before", "after", "late")
@@ -135,8 +136,8 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
 def table(report: dict[str, Any]) -> list[str]:
     """A line for each row, and each engine's speed against EAGLE3's."""
     stock = {row["batch"]: row for row in report["rows"] if row["engine"] == "eagle3"}
-    shown = ["batch", "tok_s", "cycle_us", "draft_us", "extend_us", "verify_us", "host_us", "ttft_ms", "accept_length"]
-    shown += ["paused_cycles", "startup_s", "memory_gb"]
+    shown = ["batch", "tok_s", "cycle_us", "draft_us", "verify_us", "verify_cpu_us", "host_us", "ttft_ms"]
+    shown += ["accept_length", "paused_cycles", "startup_s", "memory_gb"]
     lines = ["| engine | " + " | ".join(shown) + " | x EAGLE3 |", "|---" * (len(shown) + 2) + "|"]
     for row in report["rows"]:
         other = stock.get(row["batch"])

@@ -148,7 +148,7 @@ class Timed:
             return {}
         found = json.loads(probe.read_text())
         stages: dict[str, dict[int, dict[str, float]]] = {}
-        for stage in ("draft", "extend", "verify", "host", "before", "after", "late"):
+        for stage in ("draft", "extend", "verify", "host", "before", "after", "verify_cpu", "late"):
             for batch in batches():
                 values = [us for kind, count, us in found["rows"] if kind == stage and count == batch]
                 if values:
