@@ -118,9 +118,7 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
   for (const int rows : sizes) {
     if (rows % topk != 0) continue;
     m.set_lanes(rows / topk);
-    for (const stream::Reduction reduction :
-         {stream::Reduction::kOwner, stream::Reduction::kOwnerByBulk, stream::Reduction::kLastArriver}) {
-      if (reduction == stream::Reduction::kOwnerByBulk && rows <= 16) continue;  // there it is the owner's
+    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
       m.plan.reduction = reduction;
       const int before = verdict.wrong;
       poison(m, stream);
@@ -143,9 +141,7 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {
         std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk,
-                    reduction == stream::Reduction::kLastArriver   ? "last arriver"
-                    : reduction == stream::Reduction::kOwnerByBulk ? "owner, bulk"
-                                                                   : "owner");
+                    reduction == stream::Reduction::kLastArriver ? "last arriver" : "owner");
       }
     }
     m.plan.reduction = stream::Reduction::kOwner;

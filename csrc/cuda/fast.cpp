@@ -153,6 +153,21 @@ class StreamChain final : public FastChain {
       expect_aligned("embed_tokens", params.embed_tokens);
     }
     if (params.parts == QkvParts::kKeyValue) {
+      rows_.reset();  // of a cycle that came to no queries
+      if (joins(params.rows)) rows_ = launch;
+      if (rows_) return true;
+    }
+    last_queries_ = params.parts == QkvParts::kQuery && rows_.has_value();
+    if (last_queries_) {
+      launch = *std::exchange(rows_, std::nullopt);
+      launch.parts = QkvParts::kAll;
+      if (launch.layer == 0) plan_.embed_tokens = launch.embed_tokens.data;
+      stream::StreamPlan plan = plan_for(launch.rows);
+      plan.last_queries = true;
+      stream::launch_qkv(plan, launch, context_, batch_, to);
+      return true;
+    }
+    if (params.parts == QkvParts::kKeyValue) {
       return in_parts(params.rows, [&](const Rows& rows, const stream::StreamPlan& plan) {
         launch.rows = rows;
         stream::launch_qkv(plan, launch, context_, batch_, to);
@@ -172,7 +187,9 @@ class StreamChain final : public FastChain {
 
   bool attention(const AttentionParams& params, cudaStream_t to) override {
     if (!takes(params.rows) || !attends_) return false;
-    stream::launch_attention(plan_for(params.rows), params, context_, batch_, to);
+    stream::StreamPlan plan = plan_for(params.rows);
+    plan.last_queries = last_queries_ && params.rows.pass == Pass::kExtendLast;
+    stream::launch_attention(plan, params, context_, batch_, to);
     return true;
   }
 
@@ -227,6 +244,13 @@ class StreamChain final : public FastChain {
     int blocks = 0;
   };
 
+  // Whether K and V of an extend's rows wait for the queries of its last ones, so that one launch reads the three matrices
+  // instead of two a part of them each. Queries of all rows cost nothing where these are few.
+  [[nodiscard]] bool joins(const Rows& rows) const {
+    constexpr int kMost = 16;
+    return rows.max_rows <= kMost && context_.speculation.num_steps > 0;
+  }
+
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
 
   // The batch's own rows, which may be several times 64: reading the matrix as often is faster than the plain chain.
@@ -263,6 +287,8 @@ class StreamChain final : public FastChain {
   std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
   std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
+  std::optional<QkvParams> rows_;   // an extend's K and V that kQuery will launch
+  bool last_queries_ = false;       // it has
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
   bool releases_ = false;
   bool lost_ = false;  // a wait was in vain, and nobody has been told

@@ -21,11 +21,6 @@ int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int bud
 
 }  // namespace
 
-bool streamable(const GemmProblem& problem) {
-  return problem.rows > 0 && problem.k > 0 && problem.k % kKMultiple == 0 && problem.segments >= 1 &&
-         problem.segments <= kMaxSegments && problem.tokens >= 1 && problem.tokens <= kMaxTokens;
-}
-
 GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   expect_range("rows", problem.rows, 1, 1 << 24);
   expect(problem.k > 0 && problem.k % kKMultiple == 0, ErrorCode::kConfig, "k", concat("a multiple of ", kKMultiple),
@@ -49,7 +44,6 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
   config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
-  if (problem.most_blocks > 0) config.grid = std::min(config.grid, problem.most_blocks);
   config.split = split_of(units, config.grid);
   config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
   return config;

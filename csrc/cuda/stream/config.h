@@ -63,7 +63,6 @@ enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
 // How the parts of a tile that several blocks computed are summed; both in a fixed order.
 enum class Reduction : std::uint8_t {
   kOwner,        // the block with the tile's head waits for the others: needs the whole grid resident
-  kOwnerByBulk,  // the same, and from 17 tokens on parts come by bulk copies, several at once
   kLastArriver,  // whoever is last sums up: never waits, a little slower
 };
 
@@ -130,7 +129,6 @@ struct GemmProblem {
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
-  int most_blocks = 0;     // 0: as many as fit; fewer where a kernel before it still holds slots
 };
 
 struct GemmConfig {
@@ -149,9 +147,6 @@ struct GemmConfig {
 // Throws ErrorCode::kConfig where the problem cannot be streamed at all.
 [[nodiscard]] GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device);
 
-// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64.
-[[nodiscard]] bool streamable(const GemmProblem& problem);
-
 // Bytes of the partial sums that the blocks of one launch exchange.
 [[nodiscard]] std::size_t partial_bytes(const GemmConfig& config, int segments);
 
@@ -166,7 +161,7 @@ struct SharedLayout {
   int sources = 0;   // [segments][tokens] pointers to rows of x
   int row_info = 0;  // [tokens] of the epilogue's own type
   int state = 0;     // the epilogue's own
-  int barriers = 0;  // landed, full and empty per stage, then row_info, the block's flag, sums of others
+  int barriers = 0;  // landed, full and empty per stage, then row_info and the block's flag
   int total = 0;
 };
 
@@ -200,7 +195,7 @@ struct SharedLayout {
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
-  at.total = at.barriers + 8 * (3 * stages + 3);
+  at.total = at.barriers + 8 * (3 * stages + 2);
   return at;
 }
 

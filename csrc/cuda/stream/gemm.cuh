@@ -1,7 +1,7 @@
 // y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens; what x is and what becomes of y is the step's.
 //
 // Callers: the launch_* functions. Bytes: N·K of weights once; x once per block and tile, from L2.
-// Mapping: one block per SM streams an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
+// Mapping: two blocks per SM stream an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
 // strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
 // in a fixed order.
 // RMSNorm is folded in: gamma goes onto x, the sum of squares comes from the tensor cores (x xᵀ, its diagonal), 1/rms
@@ -200,7 +200,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
     }
     mbar_init(rows_ready, 1);
-    mbar_init(rows_ready + 16, 1);  // TileSums::add_staged
     mbar_init_fence();
     issued = fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }

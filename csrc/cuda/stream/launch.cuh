@@ -43,8 +43,7 @@ template <class Step>
           Step::kNormed,
           bits_of(tiles.precision),
           static_cast<int>(sizeof(typename Step::RowInfo)),
-          Step::kStateBytes,
-          0};
+          Step::kStateBytes};
 }
 
 // Blocks of `kernel` that an SM of the current device holds. Asked once per kernel, size and number of SMs: the driver
@@ -97,7 +96,6 @@ template <class Step>
 int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
                 const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
-  if (plan.free_slots > 0) covered.most_blocks = plan.free_slots;
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
   const GemmConfig config = configure(covered, plan.device);
@@ -114,7 +112,6 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.segments = problem.segments;
   shape.tokens = problem.tokens;
   shape.first_row_tile = first_row / tile_rows;
-  shape.row_tiles = config.row_tiles;
   shape.chunks_per_segment = config.chunks_per_segment;
   shape.stages = config.stages;
   shape.split = config.split;

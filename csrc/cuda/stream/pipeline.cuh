@@ -33,19 +33,17 @@ struct GemmShape {
   const bf16* ones = nullptr;            // [k]: gamma of a segment without a norm
   const bf16* gamma[kMaxSegments] = {};  // [k] per segment; null where the segment has no norm
   int k = 0;                             // of one segment
-  int in_flight = kInFlight;
   std::uint64_t fill_ns = kFillNs;
   int segments = 1;
   int tokens = 0;
   int first_row_tile = 0;
-  int row_tiles = 0;
   int chunks_per_segment = 0;
   int stages = 0;
   Split split;
   Reduction reduction = Reduction::kOwner;
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
-  std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
+  std::uint32_t* counters = nullptr;  // [row tiles], zero between launches
   Release release = Release::kAtOnce;
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
@@ -149,7 +147,7 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
 // Chunks of a block that are under way at most.
 template <class Weights, int kTokenTiles>
 __device__ __forceinline__ int most_under_way(const GemmShape& shape) {
-  return min(shape.in_flight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), shape.stages);
+  return min(kInFlight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), shape.stages);
 }
 
 // Begins the first round and returns how many of its chunks are issued. They must be before any thread of the block

@@ -37,8 +37,8 @@ bool wants_pdl() {
 }
 
 Reduction wanted_reduction() {
-  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
-  return kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];
+  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kLastArriver};
+  return kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "last"})];
 }
 
 // Under MPS, with a share of the card or not, other processes' kernels may hold the slots that a waiting block needs.

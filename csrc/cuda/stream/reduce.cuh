@@ -41,10 +41,6 @@ class TileSums {
   static constexpr int kSlot = kTokenTiles * kLaneSums + kTokenTiles * 2;
   static constexpr int kEarlyParts = kTokenTiles == 1 ? 2 : 0;  // more tokens leave no registers for them
 
-  static constexpr int kPartBytes =
-      kTokenTiles * kLaneSums * static_cast<int>(sizeof(float4));  // a slot without squares
-  static constexpr bool kStaged = kTokenTiles >= 4;
-
   // Parts of others for the block's last tile, read before its own is computed.
   struct Early {
     int count = 0;  // 0: not there yet, or not looked for
@@ -181,18 +177,12 @@ class TileSums {
       } else {
         Step::template touch_inputs<kTokenTiles>(params_, view_of(tile));
         if (threadIdx.x == 0) *flag = wait_for(counter, last - first);
-        if (kStaged && shape_.segments > 1) __threadfence();  // own sums of earlier segments come back by bulk copies
         consumer_barrier();
         valid = *flag != 0;
       }
     }
     if (whole && shape_.segments == 1 && !kNormed) return true;
-    if (kStaged && shape_.reduction == Reduction::kOwnerByBulk && !whole && in_registers >= 0 &&
-        at_.gamma >= kPartBytes) {
-      add_staged(tile, first, last, in_registers, acc);
-    } else {
-      add_parts(tile, first, last, in_registers, acc);
-    }
+    add_parts(tile, first, last, in_registers, acc);
     if (!valid) {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = __int_as_float(0x7FFFFFFF);
@@ -331,64 +321,6 @@ class TileSums {
         acc[t][0] *= norm.x, acc[t][1] *= norm.y, acc[t][2] *= norm.x, acc[t][3] *= norm.y;
       }
     }
-  }
-
-  // add_parts of the owner, where parts are large: several come at once by bulk copies into the ring, which is free by
-  // then, instead of one after the other through registers. The same sums in the same order.
-  __device__ __forceinline__ void add_staged(int tile, int first, int last, int in_registers,
-                                             float (&acc)[kTokenTiles][4]) {
-    const int room = at_.gamma / kPartBytes;  // weights and activations lie in front of it
-    const std::uint32_t bar = ring_.empty + 8 * ring_.stages + 16;
-    // Segments in the order of summing: the one in registers first.
-    const auto segment_at = [&](int i) { return i == 0 ? in_registers : i <= in_registers ? i - 1 : i; };
-    // On to a part that is there; false behind the last.
-    const auto find = [&](int& i, int& block) {
-      for (; i < shape_.segments; ++i, block = first) {
-        for (; block <= last; ++block) {
-          if (published(block, last, tile, segment_at(i), in_registers)) return true;
-        }
-      }
-      return false;
-    };
-    int next = 0;
-    int block = first;
-    const auto fetch = [&] {
-      if (threadIdx.x != 0) return;
-      int count = 0;
-      for (int i = next, b = block; count < room && find(i, b); ++b) ++count;
-      fence_async_proxy();
-      mbar_arrive_expect(bar, count * kPartBytes);
-      const std::uint64_t policy = evict_first_policy();
-      for (int i = next, b = block, n = 0; n < count; ++b, ++n) {
-        find(i, b);
-        bulk_copy(ring_.weights + n * kPartBytes, slot(b, tile, segment_at(i)), kPartBytes, bar, policy);
-      }
-    };
-    fetch();
-    find_norms(tile, first, last, in_registers);
-    const int lane = opaque_lane();
-    bool scaled = false;
-    for (std::uint32_t phase = 0; find(next, block); phase ^= 1) {
-      mbar_wait(bar, phase);
-      const float4* part = reinterpret_cast<const float4*>(shared_) + role_.strip * 32 + lane;
-#pragma unroll 1
-      for (int n = 0; n < room && find(next, block); ++n, ++block, part += kTokenTiles * kLaneSums) {
-        const int segment = segment_at(next);
-        if (!scaled && segment != in_registers) scale(in_registers, lane, acc), scaled = true;
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-          const float4 x = part[t * kLaneSums];
-          const float2 norm = kNormed && segment != in_registers ? norm_of(segment, t, lane) : make_float2(1.0F, 1.0F);
-          acc[t][0] = fmaf(norm.x, x.x, acc[t][0]), acc[t][1] = fmaf(norm.y, x.y, acc[t][1]);
-          acc[t][2] = fmaf(norm.x, x.z, acc[t][2]), acc[t][3] = fmaf(norm.y, x.w, acc[t][3]);
-        }
-      }
-      consumer_barrier();  // the next batch lies where this one did
-      int i = next;
-      int b = block;
-      if (find(i, b)) fetch();
-    }
-    if (!scaled) scale(in_registers, lane, acc);
   }
 
   __device__ __forceinline__ float2 norm_of(int segment, int t, int lane) const {
