@@ -153,6 +153,21 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
   }
 }
 
+// fuse, and K and V, of more rows than a step has.
+void check_wide(Model& m, cudaStream_t stream, Verdict& verdict) {
+  for (const int rows : {65, 128, 131, 192}) {
+    if (rows > stream::most_rows(m.plan.device, stream::Precision::kBf16)) continue;
+    m.set_lanes(rows);
+    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
+      m.plan.reduction = reduction;
+      poison(m, stream);
+      check_fuse(m, rows, stream, verdict);
+      if (m.qkv.tiles->precision == stream::Precision::kBf16) check_extend_qkv(m, rows, stream, verdict);
+    }
+    m.plan.reduction = stream::Reduction::kOwner;
+  }
+}
+
 std::size_t weight_bytes(const Shape& s, int bits) {
   const auto n = [bits](std::int64_t x) {
     return static_cast<std::size_t>(x * bits / 8 + (bits == 4 ? x / 128 * 2 : 0));
@@ -219,6 +234,7 @@ int run(const std::string& what, const std::string& precision) {
                   what == "small" ? std::vector<int>{1, 16, 64}
                                   : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64},
                   stream, verdict);
+      if (topk == 1) check_wide(m, stream, verdict);
       if (what == "check") {
         for (const int rows : {16, 64}) {
           m.set_lanes(rows / topk);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 
 #include "core/error.h"
 #include "cuda/stream/check.h"
@@ -86,8 +87,15 @@ void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmCon
       return launch_tiled<Weights, 2, Step>(plan, problem, config, shape, params, stream);
     case 4:
       return launch_tiled<Weights, 4, Step>(plan, problem, config, shape, params, stream);
-    default:
+    case 8:
       return launch_tiled<Weights, 8, Step>(plan, problem, config, shape, params, stream);
+    default:
+      if constexpr (Step::kWideRows && Weights::kBits == 16) {
+        if (config.token_tiles == 16)
+          return launch_tiled<Weights, 16, Step>(plan, problem, config, shape, params, stream);
+        return launch_tiled<Weights, 24, Step>(plan, problem, config, shape, params, stream);
+      }
+      fail(ErrorCode::kConfig, "tokens: expected at most ", kMaxTokens, ", got ", problem.tokens);
   }
 }
 
@@ -119,6 +127,12 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.stages = config.stages;
   shape.split = config.split;
   shape.reduction = plan.reduction;
+  if (config.token_tiles > 8) shape.in_flight = kInFlightAlone;
+  // Where three blocks and more share a tile its owner's sums take longer than the waits of all.
+  const int per_tile = problem.segments * config.chunks_per_segment;
+  shape.scatter = plan.reduction == Reduction::kOwner && config.token_tiles >= 4 && per_tile >= 2 * config.split.share;
+  static const bool knob = std::getenv("EAGLEX_W_SCATTER") == nullptr || std::atoi(std::getenv("EAGLEX_W_SCATTER")) != 0;
+  shape.scatter = shape.scatter && knob;
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;
@@ -163,7 +177,9 @@ struct PlainStep {
   struct RowInfo {};
   __device__ static bool rehearses(const auto&) { return false; }
   static constexpr int kStateBytes = 0;
-  static constexpr bool kLowBit = true;  // its matrix may be FP8 or INT4
+  static constexpr bool kSliced = false;    // blocks that share a tile may finish parts of it (scatter.cuh)
+  static constexpr bool kWideRows = false;  // launches of more than 64 rows come
+  static constexpr bool kLowBit = true;     // its matrix may be FP8 or INT4
   template <int kTokenTiles>
   __device__ static void begin(std::byte*) {}
   template <int kTokenTiles>

@@ -40,13 +40,16 @@ bool under_mps() {
   return enabled != 0 || std::getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") != nullptr;
 }
 
-// The most that any launch exchanges: 64 tokens, tiles of 128 rows.
+// The most that any launch exchanges: 64 tokens, tiles of 128 rows, or as many tokens as fit one block per SM.
 std::size_t most_partial_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
   GemmConfig largest;
   largest.tile_rows = tile_rows_for(kMaxTokens / 8);
   largest.token_tiles = kMaxTokens / 8;
   largest.grid = slots_of(device);
-  return partial_bytes(largest, needs.max_segments);
+  GemmConfig wide = largest;
+  wide.token_tiles = most_rows(device, Precision::kBf16) / 8;
+  wide.grid = device.num_sms;
+  return std::max(partial_bytes(largest, needs.max_segments), partial_bytes(wide, needs.max_segments));
 }
 
 StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace& workspace) {
@@ -67,6 +70,16 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
 }
 
 }  // namespace
+
+int most_rows([[maybe_unused]] const DeviceLimits& device, [[maybe_unused]] Precision precision) {
+#if defined(EAGLEX_WITH_WGMMA)
+  if (device.compute_capability == 90 && precision == Precision::kBf16) {
+    const char* const knob = std::getenv("EAGLEX_W_ROWS");  // TODO(wide): measure
+    return knob != nullptr ? std::atoi(knob) : kMaxWideTokens;
+  }
+#endif
+  return kMaxTokens;
+}
 
 DeviceLimits current_device() {
   int device = 0;
