@@ -22,8 +22,10 @@ const Shape kShapes[] = {
     {"kimi-k2", 7168, 18432, 64, 8, 128, 163840, 32000},
     {"gpt-oss-120b", 2880, 17280, 64, 8, 64, 201088, 32000},
     {"llama-3-70b", 8192, 28672, 64, 8, 128, 128256, 32000},
+    {"kimi-k2-full-head", 7168, 18432, 64, 8, 128, 163840, 163840},  // only by name
 };
-const Case kCases[] = {{1, 5, 1, 6}, {8, 5, 1, 6}, {32, 5, 1, 6}, {64, 5, 1, 6}, {1, 5, 4, 16}};
+const Case kCases[] = {{1, 5, 1, 6},  {8, 5, 1, 6}, {32, 5, 1, 6}, {64, 5, 1, 6},
+                       {1, 5, 4, 16}, {4, 5, 1, 6}, {16, 5, 1, 6}};  // the last two only by --batch
 
 struct Options {
   std::string shape;               // empty: all
@@ -188,7 +190,9 @@ int run(const Options& options) {
   }
   int measured = 0;
   for (const Shape& shape : kShapes) {
+    if (options.shape.empty() && shape.vocab == shape.draft_vocab) continue;
     for (Case c : kCases) {
+      if (options.batch == 0 && (c.batch == 4 || c.batch == 16)) continue;
       c.weights = options.precision == "fp8" ? DType::kF8 : options.precision == "int4" ? DType::kI4 : DType::kBF16;
       if ((!options.shape.empty() && options.shape != shape.name) || (options.batch != 0 && options.batch != c.batch))
         continue;

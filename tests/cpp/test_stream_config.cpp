@@ -77,6 +77,8 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
           const int halves = kConsumerWarps * kStripRows / config.tile_rows;
           require(bits != 4 || config.chunk_k / halves % (kGroupBlocks * kKBlock) == 0,
                   what + ": and so have its halves");
+          require(!is_paired(bits, config.token_tiles) || config.token_tiles > 1 || config.stages % 2 == 0,
+                  what + ": a stage is one team's");
           require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
           require(
               shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
@@ -134,6 +136,34 @@ TEST_CASE("words: INT4 pairs in the order of an operand, 136 above the number") 
       const std::uint32_t k = static_cast<std::uint32_t>(4 * half + pair / 2 * 2) + (pair % 2 == 0 ? 0 : 8);
       const std::uint32_t expected = (0x4300U | k) | (0x4300U | (k + 1)) << 16;  // 128 + k and 128 + k + 1 in bf16
       require(int4_lifted(word, pair) == expected, concat("half ", half, ", pair ", pair));
+    }
+  }
+}
+
+// What the bits of a bf16 are, in units of 2^-133: exact as long as the exponent's field is 0 or 1.
+int units_of(std::uint32_t bf16) {
+  const std::uint32_t exponent = bf16 >> 7 & 255;
+  require(exponent <= 1, "evenly spaced");
+  const auto units = static_cast<int>(exponent == 0 ? bf16 & 127U : 128U | (bf16 & 127U));
+  return (bf16 & 0x8000U) != 0 ? -units : units;
+}
+
+TEST_CASE("words: INT4 pairs bare, 8 above the number, rows g + 8 in sixteenfold") {
+  for (const std::uint32_t low : {0x76543210U, 0xFEDCBA98U, 0x08F7A5C3U}) {
+    const std::uint32_t high = ~low;
+    for (int half = 0; half < 2; ++half) {
+      const std::uint32_t word = int4_word(low, high, half);
+      for (int pair = 0; pair < 4; ++pair) {
+        const std::uint32_t row = pair % 2 == 0 ? low : high;
+        const int scale = pair % 2 == 0 ? 1 : 16;
+        const std::uint32_t offset = pair % 2 == 0 ? kInt4BareOffset : kInt4BareOffsetHigh;
+        for (int i = 0; i < 2; ++i) {
+          const auto number = static_cast<int>(row >> (4 * (4 * half + pair / 2 * 2 + i)) & 15U);
+          require(units_of(int4_bare(word, pair) >> (16 * i) & 0xFFFFU) == scale * number,
+                  concat("half ", half, ", pair ", pair, ", ", i));
+          require(units_of(offset >> (16 * i) & 0xFFFFU) == scale * -8, concat("offset of pair ", pair));
+        }
+      }
     }
   }
 }

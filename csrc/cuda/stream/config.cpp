@@ -10,10 +10,13 @@ namespace {
 
 constexpr int kMinStages = 2;
 
+// Where two teams of warps take chunks in turn (paired.cuh) a stage must be of one team in every round: the barriers tell
+// rounds apart by their parity, and a team that meets a stage every other round only could be two rounds off.
 int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int budget) {
+  const int teams = is_paired(problem.weight_bits, token_tiles) && token_tiles == 1 ? 2 : 1;
   int stages = kMaxStages;
   while (stages > 0 && shared_layout(problem, token_tiles, chunk_k, stages).total > budget) --stages;
-  return stages;
+  return stages / teams * teams;
 }
 
 }  // namespace

@@ -184,11 +184,16 @@ struct SharedLayout {
   return (value + to - 1) / to * to;
 }
 
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int exchange_bytes(int token_tiles) {
-  // R = 64: four warps hand over their half of K. Either R: one n8 tile of logits, rows padded by 4 against bank
-  // conflicts.
+// Whether warps work on several strips at once (paired.cuh).
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr bool is_paired(int bits, int token_tiles) {
+  return bits < 16 && token_tiles <= (bits == 8 ? 2 : 1);
+}
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int exchange_bytes(int bits, int token_tiles) {
+  // R = 64: four warps hand over their half of K, or in pairs of strips all eight one of their strips. Either R: one n8
+  // tile of logits, rows padded by 4 against bank conflicts.
   const int rows = token_tiles <= 2 ? 64 : 128;
-  const int halves = rows == 64 ? 4 * 512 * token_tiles : 0;
+  const int halves = rows == 64 ? (is_paired(bits, token_tiles) ? 8 : 4) * 512 * token_tiles : 0;
   const int logits = 8 * (rows + 4) * 4;
   return halves > logits ? halves : logits;
 }
@@ -200,7 +205,7 @@ struct SharedLayout {
   at.x = stages * stage_bytes(p.weight_bits, token_tiles);
   at.gamma = at.x + stages * chunk_k * x_rows(p.weight_bits, token_tiles, p.tokens) * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
-  at.norms = at.exchange + align_up(exchange_bytes(token_tiles), 16);
+  at.norms = at.exchange + align_up(exchange_bytes(p.weight_bits, token_tiles), 16);
   at.sources = at.norms + (p.normed ? (num_squares(tokens) + p.segments * tokens) * 4 : 0);
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);

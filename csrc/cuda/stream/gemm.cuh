@@ -8,7 +8,10 @@
 // is applied to the sums, so nobody reads x twice and no kernel stands in between.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/stream/multiply.cuh"
+#include "cuda/stream/paired.cuh"
 #include "cuda/stream/scatter.cuh"
 #include "cuda/stream/wgmma.cuh"
 
@@ -28,10 +31,13 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   using Base::shape_;
   using Base::shared_;
   using typename Base::G;
-  using Multiply = Multiplier<Weights, kTokenTiles, kNormed>;
-  static constexpr int kSums = Multiply::kSums;
+  static constexpr bool kPaired = is_paired(Weights::kBits, kTokenTiles);
+  using Multiply = std::conditional_t<kPaired, PairedMultiplier<Weights, kTokenTiles, kNormed>,
+                                      Multiplier<Weights, kTokenTiles, kNormed>>;
 
  public:
+  static constexpr int kReaders = kConsumerWarps / Multiply::kTeams;  // warps that read a stage
+
   __device__ Consumer(const GemmShape& shape, const typename Step::Params& params, const Ring& ring, std::byte* shared,
                       const SharedLayout& at)
       : Base(shape, params, ring, shared, at) {}
@@ -108,7 +114,29 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   // Sums of chunks [unit, end) of one segment, over both halves of k (in the warps of half 0).
   __device__ __forceinline__ void accumulate(int unit, int end, int segment, RingPosition& at,
                                              float (&acc)[kTokenTiles][4]) {
-    if constexpr (G::kWide) return accumulate_wide(end - unit, at, acc);
+    if constexpr (G::kWide) {
+      accumulate_wide(end - unit, at, acc);
+    } else if constexpr (kPaired) {
+      accumulate_pairs(unit, end, segment, at, acc);
+    } else {
+      accumulate_strip(unit, end, segment, at, acc);
+    }
+  }
+
+  __device__ __forceinline__ void accumulate_pairs(int unit, int end, int segment, RingPosition& at,
+                                                   float (&acc)[kTokenTiles][4]) {
+    float sums[Multiply::kStrips][kTokenTiles][4] = {};
+    typename Multiply::Squares squares;
+    Multiply multiply{role_.lane, role_.warp, shape_.tokens};
+    multiply.add_chunks(shape_, ring_, multiply.operands(shared_, at_), unit, end,
+                        (unit - segment * shape_.chunks_per_segment) % per_tile_, at, sums, squares);
+    multiply.lane = this->opaque_lane();
+    multiply.merge(sums, squares, this->exchange(), this->squares(), acc);
+  }
+
+  __device__ __forceinline__ void accumulate_strip(int unit, int end, int segment, RingPosition& at,
+                                                   float (&acc)[kTokenTiles][4]) {
+    constexpr int kSums = Multiply::kSums;
     float sums[kSums][kTokenTiles][4] = {};
     float squares[4] = {};
     const int g = role_.lane / 4;
@@ -159,16 +187,19 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   template <int kTiles>
   __device__ __forceinline__ void epilogue(const TileView<typename Step::RowInfo>& view, float (&acc)[kTiles][4]) {
     mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there; passes at once ever after
+    if (Multiply::kRestLow != 1 && role_.half == 0) {
+      constexpr float kLow = Multiply::kRestLow;
+      constexpr float kHigh = Multiply::kRestHigh;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
+    }
     if (Weights::kRowScales && role_.half == 0) {
-      constexpr float kRest = Multiply::kRest;
       const float* const scales = shape_.row_scales + view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
       const float low = __ldg(scales);
       const float high = __ldg(scales + 8);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        acc[t][0] *= kRest, acc[t][1] *= kRest, acc[t][2] *= kRest, acc[t][3] *= kRest;
-        acc[t][0] *= low, acc[t][1] *= low, acc[t][2] *= high, acc[t][3] *= high;
-      }
+      for (int t = 0; t < kTiles; ++t) acc[t][0] *= low, acc[t][1] *= low, acc[t][2] *= high, acc[t][3] *= high;
     }
     Step::template tile<kTiles>(params_, view, acc);
   }
@@ -212,7 +243,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     for (int stage = 0; stage < shape.stages; ++stage) {
       mbar_init(ring.landed + 8 * stage, 1);
       mbar_init(ring.full + 8 * stage, 32);
-      mbar_init(ring.empty + 8 * stage, kConsumerWarps);
+      mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
     }
     mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
     mbar_init(rows_ready + 16, 1);  // TileSums::add_staged

@@ -1,7 +1,7 @@
 // sums += W x for one warp's part of a chunk: 16 rows, up to 64 tokens, operands from shared memory.
 //
 // Caller: Consumer::accumulate, once per chunk.    Bytes: the chunk's weights once, its x once per warp.
-// Mapping: per K block of 32 two m16n8k16 for each 8 tokens; gamma goes onto x in registers.
+// Mapping: per K block of 32 two m16n8k16 for each 8 tokens; gamma is multiplied in in registers.
 #pragma once
 
 #include "cuda/stream/reduce.cuh"
@@ -23,12 +23,16 @@ struct Multiplier {
   static constexpr int kSums = kTokenTiles <= 2 && !kGrouped ? 2 : 1;
   // K blocks whose operands are in registers at once.
   static constexpr int kBatch = !kGrouped ? 1 : kTokenTiles < 4 ? kGroupBlocks : 2;
-  // What FP8 operands lack, 2^120, is multiplied in where that is least work: 2^64 onto gamma, x or the operands, the
-  // rest onto the tile's sums. So a product lies 2^56 below its true size, far from both ends of float.
-  static constexpr bool kLiftWeights = Weights::kLift && !kNormed && kTokenTiles > 1;
-  static constexpr bool kLiftX = Weights::kLift && !kLiftWeights;
-  static constexpr std::uint32_t kLift = 0x5F805F80U;  // a pair of 2^64
-  static constexpr float kRest = Weights::kLift ? 0x1p56F : 1.0F;
+  // Gamma goes onto x, or with more tokens than 16 onto operands of few bits, which is less work (bf16 is 3 % slower so
+  // with 64 tokens). What FP8 operands lack, 2^120, goes with it in part, 2^64, the rest onto the tile's sums. So a product
+  // lies 2^56 below its true size, far from both ends of float. (FP8 with fewer tokens is paired.cuh's.)
+  static constexpr bool kScaleWeights = Weights::kBits < 16 && kTokenTiles > 2 && (kNormed || Weights::kLift);
+  static constexpr bool kScaleX = kNormed && !kScaleWeights;
+  static_assert(!Weights::kLift || kScaleWeights);
+  static constexpr std::uint32_t kLift = 0x5F805F80U;                 // a pair of 2^64
+  static constexpr float kRestLow = Weights::kLift ? 0x1p56F : 1.0F;  // of rows g and g + 8
+  static constexpr float kRestHigh = kRestLow;
+  static constexpr int kTeams = 1;  // all warps read every chunk
 
   // Where the warp's part of a stage begins.
   struct Operands {
@@ -54,15 +58,16 @@ struct Multiplier {
       Weights::load(now.weights + Weights::offset(kb + i), role.strip % 4, role.lane, a[i / Weights::kSpan]);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if constexpr (kLiftWeights) {
-#pragma unroll
-        for (int r = 0; r < 8; ++r) scale_pairs(a[i][0][r / 4][r % 4], kLift);
-      }
       scale[i] = make_uint4(kLift, kLift, kLift, kLift);
       if constexpr (kNormed) {
         const uint4 gamma = *reinterpret_cast<const uint4*>(now.gamma + (kb + i) * 64);
         if (!Weights::kLift) scale[i] = gamma;
         if (Weights::kLift) scale_pairs(scale[i], gamma);
+      }
+      if constexpr (kScaleWeights) {
+        const std::uint32_t by[4] = {scale[i].x, scale[i].y, scale[i].z, scale[i].w};
+#pragma unroll
+        for (int r = 0; r < 8; ++r) scale_pairs(a[i / Weights::kSpan][i % Weights::kSpan][r / 4][r % 4], by[r / 2]);
       }
     }
     float2 of_group;
@@ -79,7 +84,7 @@ struct Multiplier {
       for (int i = 0; i < kBlocks; ++i) {
         const auto& operands = a[i / Weights::kSpan][i % Weights::kSpan];
         uint4 b = *reinterpret_cast<const uint4*>(now.x + ((kb + i) * tokens + t * 8) * 64);
-        if (kNormed || kLiftX) scale_pairs(b, scale[i]);
+        if (kScaleX) scale_pairs(b, scale[i]);
         mma_bf16(first, operands[0], b.x, b.y);
         mma_bf16(second, operands[1], b.z, b.w);
       }

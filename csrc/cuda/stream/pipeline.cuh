@@ -113,6 +113,10 @@ struct RingPosition {
     stage = 0;
     phase ^= 1;
   }
+  __device__ void advance(const Ring& ring, int stages) {
+    stage += stages;
+    while (stage >= ring.stages) stage -= ring.stages, phase ^= 1;
+  }
 };
 inline constexpr std::uint32_t kProducer = 1;
 inline constexpr std::uint32_t kConsumer = 0;

@@ -52,6 +52,18 @@ struct Fp8Weights {
     spread(words.w, a[0][1][2], a[0][1][3]);
   }
 
+  // Two K blocks, from the lane's words of the strip in the first on.
+  __device__ static __forceinline__ void load_two(const std::byte* at, std::uint32_t (&a)[2][2][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 words = *reinterpret_cast<const uint4*>(at + offset(i));
+      spread(words.x, a[i][0][0], a[i][0][1]);
+      spread(words.y, a[i][0][2], a[i][0][3]);
+      spread(words.z, a[i][1][0], a[i][1][1]);
+      spread(words.w, a[i][1][2], a[i][1][3]);
+    }
+  }
+
   __device__ static __forceinline__ void spread(std::uint32_t word, std::uint32_t& first, std::uint32_t& second) {
     first = fp8_first(word);
     second = fp8_second(word);
@@ -78,6 +90,20 @@ struct Int4Weights {
     spread(words.y, a[0][1]);
     spread(words.z, a[1][0]);
     spread(words.w, a[1][1]);
+  }
+
+  // The same for a lane whose words begin at `at`, but bare (words.h): 2^-133 of the number plus 8 in rows g, 2^-129 of it
+  // in rows g + 8.
+  __device__ static __forceinline__ void load_two(const std::byte* at, std::uint32_t (&a)[2][2][4]) {
+    const uint4 words = *reinterpret_cast<const uint4*>(at);
+    bare(words.x, a[0][0]);
+    bare(words.y, a[0][1]);
+    bare(words.z, a[1][0]);
+    bare(words.w, a[1][1]);
+  }
+  __device__ static __forceinline__ void bare(std::uint32_t word, std::uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = int4_bare(word, i);
   }
 
   // Of a group that begins at `at` and is `blocks` long: the scales of rows g and g + 8 of the strip.
