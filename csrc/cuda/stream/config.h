@@ -64,12 +64,6 @@ enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
   return static_cast<int>(k_block_bytes(bits, chunk * 8 / bits / kBlockRows / kKBlock));
 }
 
-// Rows that a stage of x has room for. wgmma reads 8 rows by 8 k at a time; an odd number of rows keeps the copies that
-// bring a row's k from falling into one bank.
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int x_rows(int bits, int token_tiles, int tokens) {
-  return bits == 16 && token_tiles >= 4 ? tokens | 1 : tokens;
-}
-
 // How the parts of a tile that several blocks computed are summed; both in a fixed order.
 enum class Reduction : std::uint8_t {
   kOwner,        // the block with the tile's head waits for the others: needs the whole grid resident
@@ -141,6 +135,7 @@ struct GemmProblem {
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
   int most_blocks = 0;     // 0: as many as fit; fewer where a kernel before it still holds slots
+  bool wgmma = false;      // products of more than 16 tokens are wgmma's (wgmma.cuh)
 };
 
 struct GemmConfig {
@@ -159,7 +154,7 @@ struct GemmConfig {
 // Throws ErrorCode::kConfig where the problem cannot be streamed at all.
 [[nodiscard]] GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device);
 
-// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64, or 1..192 in bf16.
+// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64, or 1..192 with wgmma.
 [[nodiscard]] bool streamable(const GemmProblem& problem);
 
 // Bytes of the partial sums that the blocks of one launch exchange.
@@ -169,7 +164,7 @@ struct GemmConfig {
 
 // Offsets into dynamic shared memory.
 struct SharedLayout {
-  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][chunk_k / 8][x_rows()][8] for wgmma
+  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][8·token_tiles][64], swizzled, for wgmma
   int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;  // between the warps: halves of K, tiles of logits
   int norms = 0;     // num_squares() sums of squares, then [segments][tokens] 1 / rms
@@ -203,7 +198,7 @@ struct SharedLayout {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
   at.x = stages * stage_bytes(p.weight_bits, token_tiles);
-  at.gamma = at.x + stages * chunk_k * x_rows(p.weight_bits, token_tiles, p.tokens) * 2;
+  at.gamma = at.x + stages * chunk_k * (p.wgmma && token_tiles >= 4 ? tokens : p.tokens) * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(p.weight_bits, token_tiles), 16);
   at.sources = at.norms + (p.normed ? (num_squares(tokens) + p.segments * tokens) * 4 : 0);

@@ -102,7 +102,8 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
     float squares[Wide::kSquareTiles][4] = {};
-    const Wide multiply(ring_, shared_, at_, role_);
+    Wide multiply(ring_, shared_, at_, role_);
+    multiply.debug = shape_.debug;
     multiply.add_chunks(chunks, at, acc, squares);
     if constexpr (kNormed) {
       consumer_barrier();  // whoever read `squares` before is done
@@ -215,7 +216,7 @@ template <class Weights, int kTokenTiles, class Step>
 __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params) {
   using G = Geometry<Weights, kTokenTiles>;
-  extern __shared__ __align__(128) std::byte shared[];
+  extern __shared__ __align__(1024) std::byte shared[];
   if (shape.release == Release::kAtOnce) release_dependents();
   if (is_idle(shape.needed)) {
     wait_for_producers();
@@ -232,8 +233,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
                   barriers + 8 * shape.stages,
                   barriers + 16 * shape.stages,
                   shape.stages,
-                  x_rows(Weights::kBits, kTokenTiles, shape.tokens),
-                  G::kChunkK * x_rows(Weights::kBits, kTokenTiles, shape.tokens) * 2};
+                  G::kChunkK * (G::kWide ? G::kTokens : shape.tokens) * 2};
   const std::uint32_t rows_ready = barriers + 24 * shape.stages;
   constexpr bool kAllLocate = kTokenTiles > 8;  // more rows than one warp finds in time
   const int first = shape.split.first(blockIdx.x);

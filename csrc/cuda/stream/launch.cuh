@@ -110,6 +110,7 @@ template <class Step>
 int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
                 const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
+  covered.wgmma = has_wgmma(plan.device, tiles.precision);
   if (plan.free_slots > 0) covered.most_blocks = plan.free_slots;
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
@@ -138,6 +139,8 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.scatter = plan.reduction == Reduction::kOwner && config.token_tiles >= 4 && per_tile >= 2 * config.split.share;
   static const bool knob = std::getenv("EAGLEX_W_SCATTER") == nullptr || std::atoi(std::getenv("EAGLEX_W_SCATTER")) != 0;
   shape.scatter = shape.scatter && knob;
+  static const int debug = std::getenv("EAGLEX_W_DEBUG") == nullptr ? 0 : std::atoi(std::getenv("EAGLEX_W_DEBUG"));
+  shape.debug = debug;
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;

@@ -44,6 +44,7 @@ struct GemmShape {
   Split split;
   Reduction reduction = Reduction::kOwner;
   bool scatter = false;  // scatter.cuh
+  int debug = 0;
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
@@ -99,8 +100,7 @@ struct Ring {
   std::uint32_t full;    // its activations are there
   std::uint32_t empty;   // everybody has read it
   int stages;
-  int x_rows;
-  int x_bytes;  // of a stage: chunk_k · x_rows · 2
+  int x_bytes;  // of a stage
 };
 
 // Position in the ring. A producer starts one round ahead: its first waits for an empty stage return at once.
@@ -213,9 +213,10 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
   const int token = lane / kPieces;
   const int piece = lane % kPieces;
   const int last_pieces = (shape.k / kKBlock - (shape.chunks_per_segment - 1) * G::kKBlocks) * 4;
-  constexpr int kRowBytes = G::kWide ? 16 : 64;
-  static_assert(!G::kWide || kPasses == 1);
-  const std::uint32_t to = ring.x + (G::kWide ? (piece * ring.x_rows + token) * 16
+  // wgmma's 128-byte swizzle: a row's 64 k are 128 bytes, unit u of 16 stands at u ^ row % 8.
+  constexpr int kRowBytes = G::kWide ? 128 : 64;
+  static_assert(!G::kWide || (kPasses == 1 && kTokensAtOnce == 4));
+  const std::uint32_t to = ring.x + (G::kWide ? token * 128 + (piece ^ token) * 16
                                               : ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16);
   const bf16* rows[kCopies];
   int segment = -1;
@@ -238,8 +239,8 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
         const std::uint32_t pass_to = to + at.stage * ring.x_bytes + pass * kPieces / 4 * shape.tokens * 64;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
-          if (token + i * kTokensAtOnce < shape.tokens)
-            cp_async_16(pass_to + i * kTokensAtOnce * kRowBytes, rows[i] + offset + pass * kPieces * 8);
+          if (token + i * kTokensAtOnce < shape.tokens && !(G::kWide && shape.debug & 8))
+            cp_async_16((G::kWide ? pass_to ^ i % 2 * 64 : pass_to) + i * kTokensAtOnce * kRowBytes, rows[i] + offset + pass * kPieces * 8);
         }
       }
     }

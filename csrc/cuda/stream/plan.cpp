@@ -71,14 +71,19 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
 
 }  // namespace
 
-int most_rows([[maybe_unused]] const DeviceLimits& device, [[maybe_unused]] Precision precision) {
+bool has_wgmma(const DeviceLimits& device, Precision precision) {
 #if defined(EAGLEX_WITH_WGMMA)
-  if (device.compute_capability == 90 && precision == Precision::kBf16) {
-    const char* const knob = std::getenv("EAGLEX_W_ROWS");  // TODO(wide): measure
-    return knob != nullptr ? std::atoi(knob) : kMaxWideTokens;
-  }
+  constexpr bool kCompiled = true;
+#else
+  constexpr bool kCompiled = false;
 #endif
-  return kMaxTokens;
+  return kCompiled && device.compute_capability == 90 && precision == Precision::kBf16;
+}
+
+int most_rows(const DeviceLimits& device, Precision precision) {
+  if (!has_wgmma(device, precision)) return kMaxTokens;
+  const char* const knob = std::getenv("EAGLEX_W_ROWS");  // TODO(wide): measure
+  return knob != nullptr ? std::atoi(knob) : kMaxWideTokens;
 }
 
 DeviceLimits current_device() {

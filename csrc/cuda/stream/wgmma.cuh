@@ -64,7 +64,7 @@ struct WideMultiplier {
   static constexpr int kSteps = G::kChunkK / 16;  // products of a chunk
   static constexpr int kOctets = 2 * kSteps;      // of k
   static constexpr int kSquareTiles = kTokenTiles <= 8 ? 1 : kTokenTiles / 8;  // of 8 tokens, that a warp squares
-  static_assert(!G::kWide || (G::kHalves == 1 && G::kKBlocks * 4 == kOctets));
+  static_assert(!G::kWide || (G::kHalves == 1 && G::kKBlocks * 4 == kOctets && G::kChunkK == 64));
 
   const Ring& ring;
   const std::byte* shared;
@@ -73,6 +73,7 @@ struct WideMultiplier {
   int squares_x;  // of the lane's token and octet of the first tile that the warp squares
   int lane;
   int warp;
+  int debug = 0;
 
   __device__ WideMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
       : ring(of), shared(from), lane(role.lane), warp(role.warp) {
@@ -81,7 +82,7 @@ struct WideMultiplier {
     weights = role.strip / 4 * (G::kStageBytes / G::kRowBlocks) + role.strip % 4 * 1024 + q / 2 * 512 +
               bf16_unit(lane / 4 * 4, q / 2) * 16 + q % 2 * 8;
     gamma = at.gamma + q * 4;
-    squares_x = at.x + (q * ring.x_rows + role.strip % kTokenTiles * 8 + lane / 4) * 16;
+    squares_x = at.x + (role.strip % kTokenTiles * 8 + lane / 4) * 128 + (q ^ lane / 4) * 16;
   }
 
   // The operands of a stage, once its weights have landed.
@@ -109,18 +110,18 @@ struct WideMultiplier {
   // Starts the products of a stage, once its x is there.
   __device__ __forceinline__ void start(int stage, const std::uint32_t (&a)[kSteps][4],
                                         float (&acc)[kTokenTiles][4]) const {
-    // No swizzle, K-major: start, distance of octets of k, distance of 8 tokens (128 bytes), each in units of 16.
+    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512.
     const std::uint32_t begin = (ring.x + stage * ring.x_bytes) >> 4;
-    const std::uint64_t b = std::uint64_t{8} << 32 | static_cast<std::uint32_t>(ring.x_rows) << 16 | begin;
+    const std::uint64_t b = std::uint64_t{1} << 62 | std::uint64_t{64} << 32 | 1U << 16 | begin;
     __syncwarp();
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (kTokenTiles < 8) {
-        wgmma_32(acc, 0, a[step], b + 2 * step * ring.x_rows);
+        wgmma_32(acc, 0, a[step], b + 2 * step);
       } else {
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; t += 8) wgmma_64(acc, t, a[step], b + 2 * step * ring.x_rows + t * 8);
+        for (int t = 0; t < kTokenTiles; t += 8) wgmma_64(acc, t, a[step], b + 2 * step + t * 64);
       }
     }
     wgmma_commit();
@@ -128,13 +129,12 @@ struct WideMultiplier {
 
   // As Multiplier::add_squares.
   __device__ __forceinline__ void add_squares(int stage, float (&squares)[kSquareTiles][4]) const {
-    const std::byte* const x = shared + squares_x + stage * ring.x_bytes;
 #pragma unroll
     for (int tile = 0; tile < kSquareTiles; ++tile) {
 #pragma unroll
       for (int kb = 0; kb < G::kKBlocks; ++kb) {
         if (kTokenTiles == 4 && kb != warp / 4) continue;  // two warps share a tile
-        const uint4 b = *reinterpret_cast<const uint4*>(x + kb * 64 * ring.x_rows + tile * 1024);
+        const uint4 b = *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes + tile * 8192);
         const std::uint32_t first[4] = {b.x, 0, b.y, 0};
         const std::uint32_t second[4] = {b.z, 0, b.w, 0};
         mma_bf16(squares[tile], first, b.x, b.y);
@@ -152,9 +152,9 @@ struct WideMultiplier {
 #pragma unroll 1
     for (int i = 0; i < chunks; ++i) {
       mbar_wait(ring.full + 8 * at.stage, at.phase);
-      fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
-      start(at.stage, a, acc);
-      if constexpr (kNormed) add_squares(at.stage, squares);
+      if (!(debug & 1)) fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
+      if (!(debug & 4)) start(at.stage, a, acc);
+      if (kNormed && !(debug & 16)) add_squares(at.stage, squares);
       RingPosition next = at;
       next.next(ring);
       std::uint32_t ahead[kSteps][4] = {};
