@@ -219,14 +219,13 @@ class StreamChain final : public FastChain {
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
 
   // The batch's own rows, which may be more than a launch takes: reading the matrix as often is faster than the plain
-  // chain. Parts are of equal size, in multiples of 64 rows.
+  // chain. Three parts of 128 rows are a little faster than two of 192 (H200).
   template <class Launch>
   bool in_parts(Rows rows, const Linear& matrix, Launch&& launch) const {
     constexpr int kMost = 6 * kMaxTokens;
     if (rows.max_rows < 1 || rows.max_rows > kMost) return false;
     const int most = stream::most_rows(plan_.device, static_cast<const stream::Tiles*>(matrix.prepared)->precision);
-    const int parts = (rows.max_rows + most - 1) / most;
-    const int size = (rows.max_rows + parts * kMaxTokens - 1) / (parts * kMaxTokens) * kMaxTokens;
+    const int size = rows.max_rows <= most ? most : std::min(most, 2 * kMaxTokens);
     stream::StreamPlan plan = plan_for(rows);
     Rows part = rows;
     for (; plan.first_row < rows.max_rows; plan.first_row += size) {

@@ -62,6 +62,11 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   return config;
 }
 
+bool sums_in_slices(const GemmProblem& problem, const GemmConfig& config) {
+  const int per_tile = problem.segments * config.chunks_per_segment;
+  return config.token_tiles >= 8 && per_tile >= (config.token_tiles > 8 ? 2 : 7) * config.split.share;
+}
+
 std::size_t partial_bytes(const GemmConfig& config, int segments) {
   // Per block two tiles that it shares with others (its first and its last), per segment [tile_rows][8·token_tiles]
   // sums and one row more of squares.

@@ -157,6 +157,10 @@ struct GemmConfig {
 // Whether `configure` would accept it: K in multiples of 64, tokens in 1..64, or 1..192 with wgmma.
 [[nodiscard]] bool streamable(const GemmProblem& problem);
 
+// Whether all blocks of a shared tile sum up a slice of it (scatter.cuh) rather than its owner all. Measured on an H200:
+// worth the common wait from 7 blocks a tile on where tokens are more than 32, and always where they are more than 64.
+[[nodiscard]] bool sums_in_slices(const GemmProblem& problem, const GemmConfig& config);
+
 // Bytes of the partial sums that the blocks of one launch exchange.
 [[nodiscard]] std::size_t partial_bytes(const GemmConfig& config, int segments);
 

@@ -102,8 +102,7 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
     float squares[Wide::kSquareTiles][4] = {};
-    Wide multiply(ring_, shared_, at_, role_);
-    multiply.debug = shape_.debug;
+    const Wide multiply(ring_, shared_, at_, role_);
     multiply.add_chunks(chunks, at, acc, squares);
     if constexpr (kNormed) {
       consumer_barrier();  // whoever read `squares` before is done

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 
 #include "core/error.h"
 #include "cuda/stream/check.h"
@@ -134,13 +133,7 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.split = config.split;
   shape.reduction = plan.reduction;
   if (config.token_tiles > 8) shape.in_flight = kInFlightAlone;
-  // Where three blocks and more share a tile its owner's sums take longer than the waits of all.
-  const int per_tile = problem.segments * config.chunks_per_segment;
-  shape.scatter = plan.reduction == Reduction::kOwner && config.token_tiles >= 4 && per_tile >= 2 * config.split.share;
-  static const bool knob = std::getenv("EAGLEX_W_SCATTER") == nullptr || std::atoi(std::getenv("EAGLEX_W_SCATTER")) != 0;
-  shape.scatter = shape.scatter && knob;
-  static const int debug = std::getenv("EAGLEX_W_DEBUG") == nullptr ? 0 : std::atoi(std::getenv("EAGLEX_W_DEBUG"));
-  shape.debug = debug;
+  shape.scatter = plan.reduction == Reduction::kOwner && sums_in_slices(problem, config);
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;

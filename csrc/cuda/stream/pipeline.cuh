@@ -44,7 +44,6 @@ struct GemmShape {
   Split split;
   Reduction reduction = Reduction::kOwner;
   bool scatter = false;  // scatter.cuh
-  int debug = 0;
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
@@ -239,7 +238,7 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
         const std::uint32_t pass_to = to + at.stage * ring.x_bytes + pass * kPieces / 4 * shape.tokens * 64;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
-          if (token + i * kTokensAtOnce < shape.tokens && !(G::kWide && shape.debug & 8))
+          if (token + i * kTokensAtOnce < shape.tokens)
             cp_async_16((G::kWide ? pass_to ^ i % 2 * 64 : pass_to) + i * kTokensAtOnce * kRowBytes, rows[i] + offset + pass * kPieces * 8);
         }
       }

@@ -81,9 +81,7 @@ bool has_wgmma(const DeviceLimits& device, Precision precision) {
 }
 
 int most_rows(const DeviceLimits& device, Precision precision) {
-  if (!has_wgmma(device, precision)) return kMaxTokens;
-  const char* const knob = std::getenv("EAGLEX_W_ROWS");  // TODO(wide): measure
-  return knob != nullptr ? std::atoi(knob) : kMaxWideTokens;
+  return has_wgmma(device, precision) ? kMaxWideTokens : kMaxTokens;
 }
 
 DeviceLimits current_device() {

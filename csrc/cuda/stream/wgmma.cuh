@@ -73,7 +73,6 @@ struct WideMultiplier {
   int squares_x;  // of the lane's token and octet of the first tile that the warp squares
   int lane;
   int warp;
-  int debug = 0;
 
   __device__ WideMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
       : ring(of), shared(from), lane(role.lane), warp(role.warp) {
@@ -152,9 +151,9 @@ struct WideMultiplier {
 #pragma unroll 1
     for (int i = 0; i < chunks; ++i) {
       mbar_wait(ring.full + 8 * at.stage, at.phase);
-      if (!(debug & 1)) fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
-      if (!(debug & 4)) start(at.stage, a, acc);
-      if (kNormed && !(debug & 16)) add_squares(at.stage, squares);
+      fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
+      start(at.stage, a, acc);
+      if constexpr (kNormed) add_squares(at.stage, squares);
       RingPosition next = at;
       next.next(ring);
       std::uint32_t ahead[kSteps][4] = {};
