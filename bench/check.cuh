@@ -5,6 +5,18 @@
 
 namespace eaglex::bench {
 
+// Those rows of a table in device memory, which may be too large to be copied as a whole.
+inline Floats fetch_rows(const Buffer<bf16>& table, const std::vector<std::int64_t>& rows, int width) {
+  std::vector<bf16> raw(rows.size() * Model::size(width));
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    stream::check(cudaMemcpy(raw.data() + i * Model::size(width), table.get() + rows[i] * width,
+                             Model::size(width) * sizeof(bf16), cudaMemcpyDeviceToHost),
+                  "cudaMemcpy");
+  Floats out(raw.size());
+  std::transform(raw.begin(), raw.end(), out.begin(), [](bf16 x) { return __bfloat162float(x); });
+  return out;
+}
+
 inline Floats gather_rows(const Floats& table, const std::vector<std::int64_t>& rows, int count, int width) {
   Floats out;
   for (int t = 0; t < count; ++t) {
@@ -34,13 +46,9 @@ inline Floats plain_qkv(const Model& m, int tokens, bool round) {
   const int topk = m.context.speculation.topk;
   std::vector<std::int64_t> lanes;
   for (int t = 0; t < tokens; ++t) lanes.push_back(t / topk);
-  const std::vector<std::int64_t> ids = m.frontier_tokens.host();
-  Floats e(Model::size(tokens) * s.hidden);
-  for (int t = 0; t < tokens; ++t) {
-    std::vector<bf16> row(Model::size(s.hidden));
-    cudaMemcpy(row.data(), m.embed.get() + ids[Model::size(t)] * s.hidden, row.size() * 2, cudaMemcpyDeviceToHost);
-    for (int i = 0; i < s.hidden; ++i) e[Model::size(t) * s.hidden + i] = __bfloat162float(row[Model::size(i)]);
-  }
+  std::vector<std::int64_t> ids = m.frontier_tokens.host();
+  ids.resize(Model::size(tokens));
+  const Floats e = fetch_rows(m.embed, ids, s.hidden);
   const Floats h = gather_rows(floats_of(m.hidden_in, m.hidden_in.size()), lanes, tokens, s.hidden);
   const Floats en = plain_norm(e, tokens, floats_of(m.input_norm, Model::size(s.hidden)), round);
   const Floats hn = plain_norm(h, tokens, floats_of(m.hidden_norm, Model::size(s.hidden)), round);
@@ -87,8 +95,8 @@ inline void check_qkv(const Model& m, int tokens, Verdict& verdict) {
   verdict.take("q", floats_of(m.q, Model::size(tokens) * q), part(0, q));
   std::vector<std::int64_t> at;  // step 1 writes the first topk nodes of each lane
   for (int t = 0; t < tokens; ++t) at.push_back(static_cast<std::int64_t>(t / topk) * nodes + t % topk);
-  verdict.take("k", gather_rows(floats_of(m.scratch_k, m.scratch_k.size()), at, tokens, kv), part(q, kv));
-  verdict.take("v", gather_rows(floats_of(m.scratch_v, m.scratch_v.size()), at, tokens, kv), part(q + kv, kv));
+  verdict.take("k", fetch_rows(m.scratch_k, at, kv), part(q, kv));
+  verdict.take("v", fetch_rows(m.scratch_v, at, kv), part(q + kv, kv));
   std::vector<std::int64_t> lanes;
   for (int t = 0; t < tokens; ++t) lanes.push_back(t / topk);
   verdict.require(floats_of(m.residual, Model::size(tokens) * s.hidden) ==
@@ -143,8 +151,8 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   bool sound = true;
   for (std::size_t t = 0; t < Model::size(tokens); ++t) {
     const float* const logits = exact.data() + t * vocab;
-    Floats sorted(logits, logits + vocab);
-    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    Floats sorted(topk);
+    std::partial_sort_copy(logits, logits + vocab, sorted.begin(), sorted.end(), std::greater<>());
     double sum = 0;
     for (std::size_t i = 0; i < vocab; ++i) sum += std::exp(static_cast<double>(logits[i]) - sorted[0]);
     const double log_sum = sorted[0] + std::log(sum);
@@ -164,53 +172,73 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   verdict.require(sound, "head");
 }
 
+struct PlainAttention {
+  const bf16 *q, *pool_k, *pool_v, *scratch_k, *scratch_v;
+  const std::int32_t* table;
+  const std::int64_t *requests, *lengths;
+  int heads, kv_heads, head_dim, topk, nodes;
+  bool step;
+};
+
+// A block per query head and row, a thread per key and then per dim; all of it in double.
+static __global__ void plain_attention_kernel(const __grid_constant__ PlainAttention p, float* out) {
+  __shared__ double weights[Model::kContext + 1];
+  const int head = blockIdx.x, row = blockIdx.y, lane = row / p.topk;
+  const std::int64_t query = (static_cast<std::int64_t>(row) * p.heads + head) * p.head_dim;
+  const std::int64_t prefix = p.lengths[lane], keys = prefix + (p.step ? 1 : 0);
+  const auto find = [&](std::int64_t i, const bf16* pool, const bf16* scratch) -> const bf16* {
+    const std::int64_t width = p.kv_heads * p.head_dim, from = head / (p.heads / p.kv_heads) * p.head_dim;
+    if (i == prefix) return scratch + (static_cast<std::int64_t>(lane) * p.nodes + row % p.topk) * width + from;
+    const std::int32_t slot = p.table[p.requests[lane] * Model::kContext + i];
+    return slot < 0 ? nullptr : pool + slot * width + from;
+  };
+  for (std::int64_t i = threadIdx.x; i < keys; i += blockDim.x) {
+    const bf16* const key = find(i, p.pool_k, p.scratch_k);
+    double score = 0;
+    for (int d = 0; d < p.head_dim && key != nullptr; ++d)
+      score += static_cast<double>(__bfloat162float(p.q[query + d])) * __bfloat162float(key[d]);
+    weights[i] = key == nullptr ? 0 : exp(score / sqrt(static_cast<double>(p.head_dim)));
+  }
+  __syncthreads();
+  for (int d = static_cast<int>(threadIdx.x); d < p.head_dim; d += static_cast<int>(blockDim.x)) {
+    double value = 0, sum = 0;
+    for (std::int64_t i = 0; i < keys; ++i) {
+      const bf16* const from = find(i, p.pool_v, p.scratch_v);
+      if (from == nullptr) continue;
+      value += weights[i] * __bfloat162float(from[d]);
+      sum += weights[i];
+    }
+    out[query + d] = static_cast<float>(value / sum);
+  }
+}
+
 // softmax(q kᵀ / √D) v over the prefix in the pool and, in a step, the node's own scratch row; q, scratch and pool as
 // they are.
 inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verdict) {
   const Shape& s = m.shape;
-  const int topk = m.context.speculation.topk;
-  const int nodes = m.context.speculation.num_scratch_nodes();
-  const int kv_width = s.kv_heads * s.head_dim;
-  const Floats q = floats_of(m.q, Model::size(tokens) * s.heads * s.head_dim);
-  const Floats k = floats_of(m.scratch_k, m.scratch_k.size());
-  const Floats v = floats_of(m.scratch_v, m.scratch_v.size());
-  const Floats pool_k = floats_of(m.pool_k, m.pool_k.size());
-  const Floats pool_v = floats_of(m.pool_v, m.pool_v.size());
-  const std::vector<std::int32_t> table = m.req_to_token.host();
-  const std::vector<std::int64_t> requests = m.slots.host();
-  const std::vector<std::int64_t> lens = m.new_len.host();
-  verdict.take("attention", floats_of(m.attention, q.size()), [&](bool round) {
-    Floats out(q.size());
-    for (int t = 0; t < tokens; ++t) {
-      const int lane = t / topk;
-      for (int head = 0; head < s.heads; ++head) {
-        const int kv_head = head / (s.heads / s.kv_heads);
-        const float* const query = q.data() + (static_cast<std::int64_t>(t) * s.heads + head) * s.head_dim;
-        std::vector<const float*> values;
-        std::vector<double> weights;
-        double sum = 0;
-        const auto see = [&](const Floats& keys, const Floats& vals, std::int64_t row) {
-          double score = 0;
-          for (int i = 0; i < s.head_dim; ++i)
-            score += static_cast<double>(query[i]) * keys[Model::size(row * kv_width + kv_head * s.head_dim + i)];
-          weights.push_back(std::exp(score / std::sqrt(s.head_dim)));
-          values.push_back(vals.data() + row * kv_width + kv_head * s.head_dim);
-          sum += weights.back();
-        };
-        for (std::int64_t p = 0; p < lens[Model::size(lane)]; ++p) {
-          const std::int32_t slot = table[Model::size(requests[Model::size(lane)] * Model::kContext + p)];
-          if (slot >= 0) see(pool_k, pool_v, slot);
-        }
-        if (pass == Pass::kStep) see(k, v, static_cast<std::int64_t>(lane) * nodes + t % topk);
-        for (int i = 0; i < s.head_dim; ++i) {
-          double value = 0;
-          for (std::size_t j = 0; j < values.size(); ++j) value += weights[j] * values[j][i];
-          out[(Model::size(t) * s.heads + Model::size(head)) * s.head_dim + Model::size(i)] =
-              maybe_rounded(static_cast<float>(value / sum), round);
-        }
-      }
-    }
-    return out;
+  const Buffer<float> out(Model::size(tokens) * s.heads * s.head_dim);
+  const PlainAttention plain{m.q.get(),
+                             m.pool_k.get(),
+                             m.pool_v.get(),
+                             m.scratch_k.get(),
+                             m.scratch_v.get(),
+                             m.req_to_token.get(),
+                             m.slots.get(),
+                             m.new_len.get(),
+                             s.heads,
+                             s.kv_heads,
+                             s.head_dim,
+                             m.context.speculation.topk,
+                             m.context.speculation.num_scratch_nodes(),
+                             pass == Pass::kStep};
+  const dim3 grid(static_cast<unsigned>(s.heads), static_cast<unsigned>(tokens));
+  plain_attention_kernel<<<grid, 128>>>(plain, out.get());
+  stream::check(cudaDeviceSynchronize(), "plain_attention");
+  const Floats exact = out.host();
+  verdict.take("attention", floats_of(m.attention, exact.size()), [&](bool round) {
+    Floats y = exact;
+    for (float& value : y) value = maybe_rounded(value, round);
+    return y;
   });
 }
 

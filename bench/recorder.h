@@ -43,6 +43,12 @@ class Recorder final : public Backend {
   }
   [[nodiscard]] Linear prepare(std::span<const eaglex::Matrix> parts) override { return inner_->prepare(parts); }
   void bind(const EngineContext& context) override { inner_->bind(context); }
+  [[nodiscard]] bool reads_original(const void* matrix) const override { return inner_->reads_original(matrix); }
+  [[nodiscard]] std::size_t own_workspace_bytes() const noexcept override { return inner_->own_workspace_bytes(); }
+  [[nodiscard]] std::size_t own_weight_bytes() const noexcept override { return inner_->own_weight_bytes(); }
+  [[nodiscard]] CycleEnd cycle_end() const override { return inner_->cycle_end(); }
+  std::uint64_t mark(Stream stream) override { return inner_->mark(stream); }
+  [[nodiscard]] std::uint64_t reached() override { return inner_->reached(); }
   void begin(const DraftBatch& batch, Stream stream) override {
     batch_ = batch;
     inner_->begin(batch, stream);

@@ -4,6 +4,7 @@
 //   build/bench/bench_small_cycles [bf16 | fp8 | int4 | plain]      (ends with 1 where a draft is missing or differs)
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -60,12 +61,19 @@ int run(const std::string& what) {
     const Shape* shape;
     Case c;
   };
+  constexpr float kNever = -std::numeric_limits<float>::infinity();
   // Rows of a step: 1 to 8, 16, 32 and 64, as the kernels are made for, and 80, which are the plain chain's; of an
-  // extend: to 64, in 2 parts, and more than are taken in parts.
+  // extend: to 64, in 2 parts, and more than are taken in parts. The last has two layers and
+  // every switch.
   const Run runs[] = {
-      {&narrow, {1, 2, 1, 3, 40}},  {&wide, {12, 2, 1, 3, 20}},    {&odd, {24, 2, 1, 3, 20}},
-      {&narrow, {40, 2, 1, 3, 20}}, {&narrow, {10, 2, 8, 40, 20}}, {&widest, {2, 2, 4, 8, 40}},
+      {&narrow, {1, 2, 1, 3, 40}},
+      {&wide, {12, 2, 1, 3, 20}},
+      {&odd, {24, 2, 1, 3, 20}},
+      {&narrow, {40, 2, 1, 3, 20}},
+      {&narrow, {10, 2, 8, 40, 20}},
+      {&widest, {2, 2, 4, 8, 40}},
       {&odd, {4, 2, 8, 12, 40}},
+      {&odd, {5, 2, 2, 4, 20, kNever, DType::kBF16, 2, AuxNorm::kEach, Residual::kNormed, NextHidden::kNormed}},
   };
   int wrong = 0;
   for (const std::string precision : {"bf16", "fp8", "int4", "plain"}) {

@@ -126,7 +126,7 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       step(m, rows, stream);
       stream::check(cudaStreamSynchronize(stream), "step");
       check_qkv(m, rows, verdict);
-      if (m.shape.hidden <= 512 || rows <= 4) check_attention(m, Pass::kStep, rows, verdict);
+      check_attention(m, Pass::kStep, rows, verdict);
       check_projection("o_proj", m.o_proj, m.attention, m.residual, m.middle, rows, verdict);
       check_gate_up(m, rows, verdict);
       check_projection("down", m.down, m.act, m.middle, m.hidden, rows, verdict);
@@ -134,12 +134,10 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       if (topk == 1) {
         check_fuse(m, rows, stream, verdict);
         check_extend_qkv(m, rows, stream, verdict);
-        if (m.shape.hidden <= 512 || rows <= 4) {
-          const AttentionParams params{{Pass::kExtendLast, 0, rows}, 0, m.q.get(), nullptr, nullptr, m.attention.get()};
-          stream::launch_attention(m.plan, params, m.context, m.batch.get(), stream);
-          synchronize(stream);
-          check_attention(m, Pass::kExtendLast, rows, verdict);
-        }
+        const AttentionParams params{{Pass::kExtendLast, 0, rows}, 0, m.q.get(), nullptr, nullptr, m.attention.get()};
+        stream::launch_attention(m.plan, params, m.context, m.batch.get(), stream);
+        synchronize(stream);
+        check_attention(m, Pass::kExtendLast, rows, verdict);
       }
       check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {

@@ -36,6 +36,10 @@ struct Case {
   int context = 1024;
   float stop_score = -std::numeric_limits<float>::infinity();
   DType weights = DType::kBF16;  // or kF8, kI4: all matrices but fc
+  int layers = 1;
+  AuxNorm aux_norm = AuxNorm::kNone;
+  Residual residual = Residual::kPreNorm;
+  NextHidden next_hidden = NextHidden::kPreNorm;
 };
 
 class Subject {
@@ -46,6 +50,10 @@ class Subject {
     config_.intermediate_size = shape.intermediate;
     config_.num_heads = shape.heads;
     config_.num_kv_heads = shape.kv_heads;
+    config_.num_layers = c.layers;
+    config_.aux_norm = c.aux_norm;
+    config_.residual = c.residual;
+    config_.next_hidden = c.next_hidden;
     config_.head_dim = config_.rotary_dim = shape.head_dim;
     config_.vocab_size = shape.vocab;
     config_.draft_vocab_size = shape.draft_vocab;
@@ -62,8 +70,12 @@ class Subject {
     tensors.req_to_token = ids<std::int32_t>({slots, length}, [&](std::int64_t i) {
       return i * 1000003 % (slots * length);  // a prime: each slot once, no two neighbours together
     });
-    tensors.draft_k = {random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1)};
-    tensors.draft_v = {random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1)};
+    for (int layer = 0; layer < c.layers; ++layer) {
+      for (std::vector<TensorView>* const pool : {&tensors.draft_k, &tensors.draft_v}) {
+        pool->push_back(random({slots * length, shape.kv_heads, shape.head_dim}, 0, 1));
+        written_.push_back(pool->back());
+      }
+    }
     const std::int64_t nodes = c.num_draft_tokens - 1;
     tensors.draft_tokens = empty(DType::kI64, {slots, nodes});
     tensors.parents = empty(DType::kI32, {slots, nodes});
@@ -71,8 +83,8 @@ class Subject {
     tensors.num_nodes = empty(DType::kI32, {slots});
     tensors.drafted_for = empty(DType::kI64, {slots});
     tensors.counters = counters_ = empty(DType::kI64, {kNumLaneStatus});
-    for (const TensorView& view : {tensors.draft_k[0], tensors.draft_v[0], tensors.draft_tokens, tensors.parents,
-                                   tensors.scores, tensors.num_nodes, tensors.drafted_for})
+    for (const TensorView& view :
+         {tensors.draft_tokens, tensors.parents, tensors.scores, tensors.num_nodes, tensors.drafted_for})
       written_.push_back(view);
     const EngineLimits limits{c.batch, static_cast<int>(rows), static_cast<int>(slots)};
     engine_ = std::make_unique<DraftEngine>(std::move(recorder), config_, speculation_, limits, weights(), tensors);
@@ -86,6 +98,11 @@ class Subject {
     batch_.draft_from = ids<std::uint8_t>({b}, [](std::int64_t) { return 1; });
     batch_.req_pool_indices = ids<std::int64_t>({b}, [](std::int64_t i) { return i + 1; });
     batch_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t) { return c.context; });
+
+    other_ = batch_;
+    other_.aux_hidden_states = random({rows, config_.aux_width()}, 0, 1);
+    other_.input_ids = ids<std::int64_t>({rows}, [&](std::int64_t i) { return i * 104729 % shape.vocab; });
+    other_.seq_lens = ids<std::int64_t>({b}, [&](std::int64_t i) { return c.context / 2 - i % 5; });
 
     verify_.mask_mode = MaskMode::kFull;
     verify_.req_pool_indices = batch_.req_pool_indices;
@@ -102,6 +119,8 @@ class Subject {
 
   void run(cudaStream_t stream) { engine_->run(batch_, stream); }
   void enqueue(cudaStream_t stream) { engine_->enqueue(batch_, stream); }
+  // A cycle of as many rows with other tokens, states and lengths: it leaves other numbers wherever one puts any.
+  void enqueue_other(cudaStream_t stream) { engine_->enqueue(other_, stream); }
   void tree(cudaStream_t stream) { engine_->tree(verify_, stream); }
   void warm_up() { engine_->warm_up(); }
   void aim(cudaStream_t stream) { recorder_->aim(stream); }
@@ -128,7 +147,7 @@ class Subject {
     return count;
   }
 
-  // Bytes that a step must read: its weights, and for attention K and V of the prefix.
+  // Bytes that a step of a draft of one layer must read: its weights, and for attention K and V of the prefix.
   [[nodiscard]] double bytes(const std::string& step) const {
     const double h = shape_.hidden, i = shape_.intermediate, q = config_.q_size(), kv = config_.kv_size();
     double elements = 0;
@@ -201,9 +220,15 @@ class Subject {
     DraftWeights w;
     w.embed_tokens = random({shape_.vocab, h}, 0, 0.02F);
     w.fc = matrix(h, config_.aux_width());
-    w.layers.push_back({random({h}, 1, 0.1F), random({h}, 1, 0.1F), weight(q, 2 * h), weight(kv, 2 * h),
-                        weight(kv, 2 * h), weight(h, q), random({h}, 1, 0.1F), weight(i, h), weight(i, h),
-                        weight(h, i)});
+    if (case_.aux_norm == AuxNorm::kWhole) w.aux_norms = {random({config_.aux_width()}, 1, 0.1F)};
+    for (int n = 0; n < config_.num_aux && case_.aux_norm == AuxNorm::kEach; ++n)
+      w.aux_norms.push_back(random({h}, 1, 0.1F));
+    for (int layer = 0; layer < case_.layers; ++layer) {
+      const std::int64_t in = layer == 0 ? 2 * h : h;
+      w.layers.push_back({random({h}, 1, 0.1F), layer == 0 ? random({h}, 1, 0.1F) : TensorView{}, weight(q, in),
+                          weight(kv, in), weight(kv, in), weight(h, q), random({h}, 1, 0.1F), weight(i, h),
+                          weight(i, h), weight(h, i)});
+    }
     w.norm = random({h}, 1, 0.1F);
     w.lm_head = weight(shape_.draft_vocab, h);
     const std::int64_t apart = shape_.vocab / shape_.draft_vocab;
@@ -228,7 +253,7 @@ class Subject {
   std::vector<TensorView> written_, verified_;
   std::unique_ptr<DraftEngine> engine_;
   Recorder* recorder_ = nullptr;
-  BatchTensors batch_;
+  BatchTensors batch_, other_;
   VerifyTensors verify_;
 };
 

@@ -168,17 +168,18 @@ def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def time_us(graphs: list[torch.cuda.CUDAGraph], repeats: int) -> float:
-    """Median of the replays, which go through the graphs in turn, behind a busy device."""
+    """Median of all graphs one after another, behind a busy device, divided by their number as in bench/cycle.cu."""
     times = []
     for i in range(-3, repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(300_000)
         begin.record()
-        graphs[i % len(graphs)].replay()
+        for graph in graphs:
+            graph.replay()
         end.record()
         end.synchronize()
         if i >= 0:
-            times.append(begin.elapsed_time(end) * 1e3)
+            times.append(begin.elapsed_time(end) * 1e3 / len(graphs))
     return statistics.median(times)
 
 

@@ -215,8 +215,8 @@ class DraftEngine:
         """To be called by a host at its start, as the model is loaded: capture the graphs of all batch sizes.
 
         Without it the first `run` does this, which then takes as long as some hundred cycles and allocates. Memory and
-        seconds are the same either way. Must not be called while a stream of this thread is being captured; a second
-        call does nothing. Raises DeviceError.
+        seconds are the same either way, and a capture of another stream is not disturbed. A second call does nothing.
+        Raises DeviceError.
         """
         self._engine.warm_up()
 
@@ -242,7 +242,7 @@ class DraftEngine:
     def repeated_run(self, batch: DraftBatch) -> RepeatedRun:
         """`run` for batches of this one's shape, at a tenth of the CPU time; out_cache_loc is given, rejection not.
 
-        Must be dropped before the engine.
+        Keeps the engine alive.
         """
         filled = _fill(self._binary.BatchTensors(), **_fields(batch))
         if batch.out_cache_loc is None or batch.temperatures is not None:
@@ -271,7 +271,7 @@ class DraftEngine:
 
     @property
     def backend_name(self) -> str:
-        """The backend that runs: cpu or cuda."""
+        """The backend that runs: "cpu", "cuda", or "cuda, plain chain" for a draft that does not stream."""
         return str(self._engine.backend_name)
 
     @property

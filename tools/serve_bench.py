@@ -10,14 +10,16 @@ Dummy weights of the Llama-3.1-8B shape with LAYERS (8) layers of target; every 
 work at a time; a figure is the median over the rounds.
 
 More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
-`none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `socket`, SGLang's own draft run by eaglex's first worker.
+`none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `eagle3-fp8`, SGLang's own draft quantised by SGLang;
+`socket`, SGLang's own draft run by eaglex's first worker.
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two),
 ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
 (1), NCCL_ONLY=1 (without SGLang's own all-reduce), ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the
 drafter. Exit status 1: an engine is missing.
 
-draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification.
+draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
+it, after it, and later, where a draft is enqueued outside of the forward.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
     "int4": {"drafter": "engine", "draft_quant": "int4"},
     "socket": {"drafter": "host"},
 }
-ENGINES = ("eagle3", "none", *OWN)
+ENGINES = ("eagle3", "eagle3-fp8", "none", *OWN)
 ACCEPTED = {"pausing": "1"}  # "3" elsewhere
 
 
@@ -100,7 +102,8 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "engine": name,
             "tp": int(os.environ.get("TP", "1")),
             "placement": chosen.get("placement", "rank0") if name in OWN else None,
-            "precision": OWN.get(name, {}).get("draft_quant") or chosen.get("draft_quant", "bf16"),
+            "precision": "fp8" if name == "eagle3-fp8"
+            else OWN.get(name, {}).get("draft_quant") or chosen.get("draft_quant", "bf16"),
             "p2p": os.environ.get("NCCL_P2P_DISABLE") != "1",
             "batch": batch,
             "num_steps": speculation()["speculative_num_steps"] if name != "none" else 0,
@@ -112,6 +115,9 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "extend_us": median([e for _, e in gpu]),
             "verify_us": median([stage(r, "verify", batch) for r in rounds]),
             "host_us": median([h + late if h is not None else None for h, late in host]),
+            "host_parts_us": {
+                part: median([stage(r, part, batch) for r in rounds]) for part in ("before", "after", "late")
+            },
             "ttft_ms": median([r["ttft_ms"] for r in rounds]),
             "first_token_ms": lengths("first_token_ms"),
             "one_token_ms": lengths("one_token_ms"),

@@ -8,8 +8,6 @@
 namespace eaglex::bridge {
 namespace {
 
-constexpr auto kLookEvery = std::chrono::milliseconds(20);
-
 template <typename T>
 T read_now(const T& from) {
   return *static_cast<const volatile T*>(&from);
@@ -119,7 +117,7 @@ DeviceBridge::DeviceBridge(Group& group, const BridgeSetup& setup)
 }
 
 DeviceBridge::~DeviceBridge() {
-  stop_watching();
+  watcher_.stop();
   static_cast<volatile PushStatus*>(status_)->stop = 1;  // a kernel that still waits leaves
   const OnDevice here(setup_.device);
   state_.reset();  // waits for the device
@@ -135,7 +133,7 @@ void DeviceBridge::connect(const std::vector<std::string>& offers) {
   const OnDevice here(setup_.device);
   open(offers);
   connected_ = true;
-  watcher_ = std::thread([this] { watch(); });
+  watcher_.start([this] { return watch(); });
 }
 
 void DeviceBridge::admit(const LaneList& lanes, const char* what) {
@@ -213,28 +211,15 @@ void DeviceBridge::look_around() {
   look();
 }
 
-void DeviceBridge::watch() {
-  std::unique_lock lock(mutex_);
-  while (!wake_.wait_for(lock, kLookEvery, [this] { return stopping_; })) {
-    lock.unlock();
-    try {
-      look_around();
-    } catch (const Error&) {  // the group has ended; its words are in the group's memory
-      static_cast<volatile PushStatus*>(status_)->stop = 1;
-      abandon();
-      return;
-    }
-    lock.lock();
+bool DeviceBridge::watch() {
+  try {
+    look_around();
+    return true;
+  } catch (const Error&) {  // the group has ended; its words are in the group's memory
+    static_cast<volatile PushStatus*>(status_)->stop = 1;
+    abandon();
+    return false;
   }
-}
-
-void DeviceBridge::stop_watching() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  wake_.notify_all();
-  if (watcher_.joinable()) watcher_.join();
 }
 
 }  // namespace eaglex::bridge

@@ -5,13 +5,11 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
-#include <thread>
 #include <type_traits>
 
 #include "bridge/push.h"
 #include "bridge/transport.h"
+#include "bridge/watcher.h"
 
 namespace eaglex::bridge {
 
@@ -79,7 +77,7 @@ class DeviceBridge : public Bridge {
   virtual void look() {}
   virtual void abandon() {}
   // To be called first by every destructor below this class.
-  void stop_watching();
+  void stop_watching() { watcher_.stop(); }
 
   [[nodiscard]] Group& group() { return group_; }
   [[nodiscard]] bool sends() const { return group_.rank() == 0; }
@@ -90,7 +88,7 @@ class DeviceBridge : public Bridge {
   [[nodiscard]] PushState state() const;
 
  private:
-  void watch();
+  bool watch();
   void look_around();
   [[noreturn]] void end_by(PushCode code);
   void admit(const LaneList& lanes, const char* what);
@@ -103,11 +101,7 @@ class DeviceBridge : public Bridge {
   OwnStream stream_;
   PushChannel channel_;
   bool connected_ = false;
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stopping_ = false;
-  std::thread watcher_;
+  Watcher watcher_;
 };
 
 [[nodiscard]] std::unique_ptr<Bridge> make_inbox_bridge(Group& group, const BridgeSetup& setup);

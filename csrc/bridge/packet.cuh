@@ -9,7 +9,6 @@
 #ifndef __CUDACC__
 #include <atomic>
 #include <chrono>
-#include <thread>
 #endif
 
 namespace eaglex::bridge {
@@ -62,7 +61,7 @@ inline Packet load_packet(const Packet* from) {
   return packet;
 }
 inline std::uint64_t now_ns() {
-  std::this_thread::yield();  // a kernel that waits takes a processor that the other end may need
+  emulator::pause();
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 #endif

@@ -84,9 +84,15 @@ DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, int device
   channel_.staging = static_cast<std::byte*>(staging_.get());
   status_ = pinned<PushStatus>();
   channel_.status = status_;
+  // A kernel that waits for a drafter that has ended leaves; `draft` takes the word back.
+  watcher_.start([this] {
+    if (group_.gone(group_.drafter())) static_cast<volatile PushStatus*>(status_)->stop = 1;
+    return true;
+  });
 }
 
 DeviceRelayClient::~DeviceRelayClient() {
+  watcher_.stop();
   static_cast<volatile PushStatus*>(status_)->stop = 1;
   const OnDevice here(device_);
   box_.reset();
@@ -193,6 +199,7 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
     link_.expired(now);
     return Verdict::kNoDraft;
   }
+  static_cast<volatile PushStatus*>(status_)->stop = 0;  // of a drafter that ended before this one came
   const Announcement told = {epoch_, batch.batch, batch.num_rows, static_cast<std::uint8_t>(batch.aux_type), {}};
   std::memcpy(out.data(), &told, sizeof told);
   group_.rows().publish(sizeof told);

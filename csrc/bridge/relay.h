@@ -90,6 +90,7 @@ class DeviceRelayClient final : public RelayClient {
   RelayOutcome* outcome_ = nullptr;
   PushChannel channel_;
   std::uint64_t epoch_ = 0;
+  Watcher watcher_;
 };
 
 class DeviceRelayServer final : public RelayServer {

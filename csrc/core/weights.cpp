@@ -1,5 +1,7 @@
 #include "core/weights.h"
 
+#include <cstdint>
+
 #include "core/error.h"
 
 namespace eaglex {
@@ -12,6 +14,9 @@ class Checker {
 
   void operator()(const std::string& name, const TensorView& tensor, std::initializer_list<std::int64_t> sizes) const {
     tensor.expect(name.c_str(), device_, {dtype_}, sizes);
+    // Kernels copy these 16 bytes at a time: elsewhere that is a fault, which no process survives.
+    expect(device_.kind != DeviceKind::kCuda || reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0,
+           ErrorCode::kShape, name.c_str(), "memory aligned to 16 bytes", tensor.data);
   }
   void matrix(const std::string& name, const Matrix& weight, std::int64_t out, std::int64_t in) const {
     weight.expect(name, device_, dtype_, out, in);

@@ -59,6 +59,7 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
   expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
+  compiled_for_ = compiled_for();
 }
 
 void* CudaBackend::allocate(std::size_t bytes) {
@@ -88,9 +89,6 @@ void CudaBackend::bind(const EngineContext& context) {
   v_.assign(context.kv.v, context.kv.v + context.config.num_layers);
   context_.kv.k = nullptr;  // the device cannot follow it; launches carry the pointer of their layer
   context_.kv.v = nullptr;
-  constexpr long long kMaxGrid = 65535;
-  expect_range("max_batch * topk", static_cast<long long>(context.limits.max_batch) * context.speculation.topk, 1,
-               kMaxGrid);
   prepare_attention(context.config);
   const auto take = [this](std::size_t bytes) {
     workspace_bytes_ += bytes;
@@ -115,6 +113,7 @@ void CudaBackend::bind_fast() {
   setup.weights = weights_;
   setup.batch = block_.batch;
   setup.drafting = block_.drafting;
+  setup.compiled_for = compiled_for_;
   const auto counted = [this](std::size_t& count) {
     return [this, &count](std::size_t bytes) {
       count += bytes;
@@ -392,11 +391,13 @@ void CudaBackend::head(const HeadParams& params) {
 void CudaBackend::select(const SelectParams& params) {
   const DeviceGuard guard(device_);
   if (fast_ && fast_->select(params, stream_)) return;
-  launch_select(chain_, params, lanes(), stream_);
+  const Begin begin = fast_ && fast_->releases() ? Begin::kDependent : Begin::kAfterTheOneBefore;
+  launch_select(chain_, params, lanes(), begin, stream_);
 }
 
 void CudaBackend::tree(const VerifyBatch& batch, Stream stream) {
   const DeviceGuard guard(device_);
+  if (fast_) fast_->heal(static_cast<cudaStream_t>(stream));
   launch_tree(context_, batch, num_sms_, static_cast<cudaStream_t>(stream));
 }
 

@@ -79,6 +79,7 @@ class CudaBackend : public Backend {
   int device_ = 0;
   int num_sms_ = 0;
   int compute_major_ = 0;
+  int compiled_for_ = 0;  // kernels.h
   std::optional<DType> weight_type_;
   DType type_ = DType::kF32;
   std::vector<void*> k_, v_;

@@ -17,11 +17,16 @@ namespace eaglex::cuda {
 
 #define EAGLEX_CUDA_CHECK(call) ::eaglex::cuda::check((call), #call)
 
+// kDependent: as soon as the kernel before it allows (griddepcontrol.launch_dependents). Needs sm_90, and a kernel that
+// waits (griddepcontrol.wait) before it reads or writes anything.
+enum class Begin : bool { kAfterTheOneBefore, kDependent };
+
 struct Launch {
   dim3 grid;
   unsigned block = 1;
   std::size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
+  Begin begin = Begin::kAfterTheOneBefore;
 };
 
 template <typename... Params, typename... Args>
@@ -31,8 +36,17 @@ void launch(const char* name, void (*kernel)(Params...), const Launch& shape, Ar
   config.blockDim = dim3(shape.block);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = shape.stream;
+  cudaLaunchAttribute attribute{};
+  if (shape.begin == Begin::kDependent) {
+    // An SM must drain before its split between L1 and shared memory changes: all of a chain ask for the same.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+          name);
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
-  check(cudaGetLastError(), name);
 }
 
 // What every kernel of the chain needs: the bound context by value, and the parameter block, which lies at a fixed

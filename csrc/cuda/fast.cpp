@@ -8,10 +8,12 @@
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "cuda/guards.h"
 #include "cuda/stream/check.h"
 #include "cuda/stream/steps.h"
+#include "cuda/stream/switches.h"
 
 namespace eaglex::cuda {
 namespace {
@@ -107,7 +109,7 @@ class StreamChain final : public FastChain {
 
   // Counters keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so far (they
   // follow one another, on whatever streams) both are put right in the device's memory.
-  void check(cudaStream_t to) const override {
+  void heal(cudaStream_t to) override {
     if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
     cudaStreamCaptureStatus capture{};
     stream::check(cudaStreamIsCapturing(to, &capture), "cudaStreamIsCapturing");
@@ -118,6 +120,12 @@ class StreamChain final : public FastChain {
     stream::check(cudaMemsetAsync(plan_.never_wait, 1, sizeof(*plan_.never_wait), to), "switching reductions");
     stream::check(cudaStreamSynchronize(to), "waiting for launches that are void");
     *static_cast<volatile std::uint32_t*>(plan_.failed) = 0;
+    lost_ = true;
+  }
+
+  void check(cudaStream_t to) override {
+    heal(to);
+    if (!std::exchange(lost_, false)) return;
     fail(
         ErrorCode::kDevice, "streaming kernels: expected all blocks of a launch to run at once, got one that waited ",
         "for another in vain: drafts since the last call are void. From now on no block of this engine waits, as with ",
@@ -187,6 +195,7 @@ class StreamChain final : public FastChain {
 
   bool head(const HeadParams& params, cudaStream_t to) override {
     pending_.reset();
+    releases_ = takes(params.rows) && plan_.pdl;
     if (!takes(params.rows)) return false;
     expect_aligned("norm", params.norm);
     HeadParams launch = params;
@@ -209,6 +218,8 @@ class StreamChain final : public FastChain {
     pending_.reset();
     return true;
   }
+
+  [[nodiscard]] bool releases() const override { return releases_; }
 
  private:
   struct Pending {
@@ -256,6 +267,8 @@ class StreamChain final : public FastChain {
   std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
+  bool releases_ = false;
+  bool lost_ = false;  // a wait was in vain, and nobody has been told
 };
 
 }  // namespace
@@ -286,6 +299,8 @@ std::string FastChain::refusal(const Setup& setup) {
   if (config.num_aux > stream::kMaxSegments) return concat(config.num_aux, " auxiliary layers");
   const int capability = stream::current_device().compute_capability;
   if (capability < kOldest) return concat("compute capability ", capability / 10, ".", capability % 10);
+  // PTX that the driver has compiled for this device: there the kernels have no bodies.
+  if (setup.compiled_for < kOldest) return concat("kernels compiled for compute capability ", setup.compiled_for);
   return {};
 }
 
@@ -295,7 +310,9 @@ bool FastChain::reads(const DraftBatch& batch) noexcept {
 }
 
 std::unique_ptr<FastChain> FastChain::make(const Setup& setup) {
-  if (wants_plain() || !refusal(setup).empty()) return nullptr;
+  if (wants_plain()) return nullptr;
+  stream::check_switches();
+  if (!refusal(setup).empty()) return nullptr;
   return std::make_unique<StreamChain>(setup);
 }
 

@@ -26,6 +26,7 @@ class FastChain {
     std::span<const Linear> weights;
     const DraftBatch* batch = nullptr;         // the device's copy of the parameter block
     std::int32_t* drafting = nullptr;          // Chain::drafting
+    int compiled_for = 0;                      // compute capability of this build's code, 90 for 9.0
     std::function<void*(std::size_t)> device;  // memory on the device, zeroed
     std::function<void*(std::size_t)> tiles;   // the same, for the weights
     std::function<void*(std::size_t)> pinned;  // memory of the host that the device can write, zeroed
@@ -49,7 +50,10 @@ class FastChain {
   // Before a cycle on `stream`. Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was
   // drafted since the last call is void. From then on no block waits. Waits for the stream only in that case; while the
   // stream is captured, which must not be waited for, it leaves the error to the call after.
-  virtual void check(cudaStream_t stream) const = 0;
+  virtual void check(cudaStream_t stream) = 0;
+  // The same without the error, which the next check() throws: a host that replays cycles it has captured calls nothing
+  // else, and must not fail in the middle of a verification.
+  virtual void heal(cudaStream_t stream) = 0;
 
   // Launches the step and returns true, or returns false: a launch for the plain chain.
   virtual bool fuse(const FuseParams& params, cudaStream_t stream) = 0;
@@ -60,6 +64,8 @@ class FastChain {
   virtual bool head(const HeadParams& params, cudaStream_t stream) = 0;
   // True where the head's second kernel selects as well: for chains, after head() returned true.
   virtual bool select(const SelectParams& params, cudaStream_t stream) = 0;
+  // Whether the head that was asked for last was launched here and lets the kernel behind it begin early.
+  [[nodiscard]] virtual bool releases() const = 0;
 
  protected:
   FastChain() = default;

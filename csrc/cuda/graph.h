@@ -46,7 +46,7 @@ class Graphs {
   // Captures what `body` launches and throws it away, never to run: its kernels are loaded by then.
   void discard(const std::function<void(cudaStream_t)>& body);
   [[nodiscard]] bool captured() const noexcept { return !execs_.empty(); }
-  // The smallest bucket that holds the batch; -1 where none does, so for a long prompt.
+  // The smallest bucket of as many lanes; -1 where it has too few rows for the batch, as for prompts: raw launches.
   [[nodiscard]] int find(int lanes, int rows) const noexcept;
   // One write to the ring, one launch. Waits, with a deadline, only where the host is a whole ring ahead of the device.
   void launch(int bucket, const DraftBatch& batch, cudaStream_t stream);

@@ -7,6 +7,10 @@
 
 namespace eaglex::cuda {
 
+// Compute capability (90 for 9.0) of the code that the current device takes from this build; of PTX that the driver
+// compiles, the PTX's own. Throws ErrorCode::kDevice where there is none for it.
+[[nodiscard]] int compiled_for();
+
 // At load: a low-bit matrix of the device in the type of the activations, [out, in].
 void launch_unpack(const Matrix& matrix, DType type, void* out, cudaStream_t stream);
 
@@ -81,7 +85,8 @@ struct HeadOutput {
 [[nodiscard]] std::size_t head_partial_floats(const EngineContext& context);  // per row
 void launch_head_output(const Chain& chain, const HeadOutput& params, cudaStream_t stream);
 
-void launch_select(const Chain& chain, const SelectParams& params, int lanes, cudaStream_t stream);
+// `begin` is a tree's; a chain's select has no wait.
+void launch_select(const Chain& chain, const SelectParams& params, int lanes, Begin begin, cudaStream_t stream);
 
 void launch_tree(const EngineContext& context, const VerifyBatch& batch, int num_sms, cudaStream_t stream);
 

@@ -153,6 +153,10 @@ __device__ void write_result_block(const EngineContext& context, std::int32_t la
 // core's select_lane with a CTA behind each of its parts.
 __global__ void __launch_bounds__(kThreads)
     select_tree_kernel(const __grid_constant__ Chain chain, SelectParams params) {
+#if __CUDA_ARCH__ >= 900
+  // The next step's qkv may fetch its weights meanwhile. Nothing is read before the head is done.
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
   __shared__ Ranked shared[kWarps];
   const EngineContext& context = chain.context;
   const DraftBatch& batch = *chain.batch;
@@ -191,12 +195,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_select(const Chain& chain, const SelectParams& params, int lanes, cudaStream_t stream) {
+void launch_select(const Chain& chain, const SelectParams& params, int lanes, Begin begin, cudaStream_t stream) {
   if (chain.context.speculation.topk == 1) {
     const auto blocks = static_cast<unsigned>(ceil_div(lanes, kChainThreads));
     return launch("select", select_chain_kernel, {dim3(blocks), kChainThreads, 0, stream}, chain, params);
   }
-  launch("select", select_tree_kernel, {dim3(static_cast<unsigned>(lanes)), kThreads, 0, stream}, chain, params);
+  launch("select", select_tree_kernel, {dim3(static_cast<unsigned>(lanes)), kThreads, 0, stream, begin}, chain, params);
 }
 
 }  // namespace eaglex::cuda

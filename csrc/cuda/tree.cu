@@ -119,6 +119,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+int compiled_for() {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, tree_kernel), "this build's kernels (EAGLEX_CUDA_ARCHS) on this device");
+  return attributes.ptxVersion;
+}
+
 void launch_tree(const EngineContext& context, const VerifyBatch& batch, int num_sms, cudaStream_t stream) {
   const TreeSource source = tree_source(context);
   // The full mask's size is known to the device alone: enough CTAs to write a long one at memory speed.

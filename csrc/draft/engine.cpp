@@ -12,6 +12,10 @@ void check_inputs(const DraftConfig& config, const SpeculationConfig& speculatio
   config.check();
   speculation.check(config);
   limits.check();
+  if (device.kind == DeviceKind::kCuda) {  // what its launches have room for
+    expect_range("head_dim", config.head_dim, 2, 256);
+    expect_range("max_batch * topk", static_cast<long long>(limits.max_batch) * speculation.topk, 1, 65535);
+  }
   weights.check(config, device);
   tensors.check_host(config, limits, device);
 }

@@ -64,16 +64,21 @@ class Team:
         return self.rank == 0
 
     def start(self, device: torch.device) -> torch.device:
-        """Make the process group that the target's collectives use; this rank's own device of that kind."""
+        """Make the process group that the target's collectives use; this rank's own device of that kind.
+
+        Ranks that were all given one GPU (cuda:0) share it, with collectives through host memory.
+        """
         if str(device) == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         self.device = device
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        # It connects with its collectives' deadline, so all should be here when it begins.
+        devices = self.members.gather("start", str(device))
+        # NCCL refuses two ranks on one device.
+        backend = "nccl" if device.type == "cuda" and len(set(devices)) == len(devices) else "gloo"
         if backend == "nccl":  # its watchdog would end this process without a word on who is lost: TeamWatch does that
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        # It connects with its collectives' deadline, so all should be here when it begins.
-        self.members.gather("start", None)
         with self.guarded():
             dist.init_process_group(
                 backend,

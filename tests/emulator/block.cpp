@@ -1,11 +1,13 @@
-// One block at a time, its threads as fibers that switch only where they wait.
+// One block at a time, its threads as fibers that switch only where they wait or ask for the time.
 #include <cuda_runtime.h>
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <chrono>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <thread>
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -165,6 +167,12 @@ int block_vote(int value, Vote vote) {
   votes.any = votes.any != 0 || value != 0;
   block_barrier();
   return vote == Vote::kAll ? result.all : result.any;
+}
+
+void pause() {
+  static unsigned pauses = 0;
+  if (++pauses % kWarp == 0) std::this_thread::sleep_for(std::chrono::microseconds(10));
+  leave();
 }
 
 Exchange& exchange() {

@@ -11,37 +11,32 @@ import signal
 import time
 
 import pytest
-import torch
-from support.bridge_world import Plan, opened
+from support.bridge_places import ONE, TWO, WHERE, cycles_of, needs
+from support.bridge_world import Plan, World, opened
 
 from eaglex.config import EngineLimits, SpeculationConfig
 
 pytestmark = pytest.mark.gpu
 
-ONE, TWO = "one device", "two devices"
 WAYS = [
-    pytest.param(transport, where, id=f"{transport}-{where}".replace(" ", "_"))
+    pytest.param(transport, where, id=f"{transport}-{where}")
     for transport, where in (("p2p", ONE), ("mailbox", ONE), ("p2p", TWO), ("mailbox", TWO), ("nccl", TWO))
 ]
 PROBED = 20
 
 
-def plan_of(transport: str, where: str, **fields: object) -> Plan:
-    if where == TWO and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def plan_of(transport: str | None, where: str, **fields: object) -> Plan:
+    needs(where, transport)
     return Plan(device="cuda", transport=transport, shared_device=where == ONE, **fields)  # type: ignore[arg-type]
 
 
-def cycles_of(where: str) -> int:
-    return int(os.environ.get("EAGLEX_BRIDGE_CYCLES", 400 if where == ONE else 10_000))
-
-
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("transport", "where"), WAYS)
 def test_every_message_arrives_whole(transport, where, captured, tmp_path):
     """Random stalls on either side; each message's content is compared. The captured graph outlives its bridge."""
     cycles = cycles_of(where)
-    plan = plan_of(transport, where, cycles=cycles, captured=captured, most_stall=0.0005)
+    plan = plan_of(transport, where, cycles=cycles, captured=captured, most_stall=0.0005, patience=310)
     with opened(2, plan, tmp_path) as world:
         found, ended = world.all("done"), world.ended()
     sent = cycles + (1 if captured else 0)
@@ -122,8 +117,21 @@ def test_a_rank_that_has_split_ends_all(transport, where, tmp_path):
     assert words == also == "rank 1: it has split from rank 0: length of lane 0: expected 108, got 107"
 
 
-@pytest.mark.parametrize("where", [ONE, TWO])
+@pytest.mark.parametrize(("transport", "where"), WAYS)
+def test_two_groups_do_not_meet(transport, where, tmp_path):
+    """Two servers on one host: each has its own content, and what ends one of them is nothing to the other."""
+    mine = plan_of(transport, where, cycles=300, most_stall=0.0005)
+    other = plan_of(transport, where, until_killed=True, salt=1_000_000, deadline=5.0)
+    with opened(2, mine, tmp_path) as world, World(2, other, tmp_path) as second:
+        second.all("open")
+        os.kill(second.processes[1].pid, signal.SIGKILL)
+        assert second.hear(0, "error")[1] == "rank 1: its process has ended"
+        found = world.all("done")
+        assert world.ended() == [0, 0]
+    assert [(one["wrong"], one["number"]) for one in found] == [(0, 300)] * 2
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_the_probe_finds_a_transport(where, tmp_path):
-    plan = plan_of(None, where, cycles=5)  # type: ignore[arg-type]
-    with opened(2, plan, tmp_path) as world:
+    with opened(2, plan_of(None, where, cycles=5), tmp_path) as world:
         assert {one["transport"] for one in world.all("done")} <= {"p2p", "mailbox"}

@@ -203,17 +203,18 @@ def test_a_wrong_name_of_a_chain_is_refused(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", ["norm", "embed_tokens"])
 def test_weights_out_of_line_are_refused_by_name(name) -> None:
-    """The kernels copy them 16 bytes at a time; elsewhere that is a fault that no process survives."""
+    """Before memory is taken. The kernels copy them 16 bytes at a time; elsewhere that is a fault, which no process
+    survives.
+    """
     config = make_streamed_config()
     weights = moved_weights(random_weights(config, dtype=torch.bfloat16), config, "cuda")
     value = getattr(weights, name)
     shifted = torch.empty(value.numel() + 8, dtype=value.dtype, device="cuda")[1: 1 + value.numel()].view(value.shape)
     setattr(weights, name, shifted.copy_(value))
     rig = make_rig("gqa", CHAIN)
-    engine = DraftEngine(config, CHAIN, limits=rig.limits, weights=weights, req_to_token=rig._table,
-                         draft_k=rig._pool[0], draft_v=rig._pool[1])
     with pytest.raises(ShapeError, match=f"{name}: expected memory aligned to 16 bytes"):
-        engine.warm_up()
+        DraftEngine(config, CHAIN, limits=rig.limits, weights=weights, req_to_token=rig._table,
+                    draft_k=rig._pool[0], draft_v=rig._pool[1])
 
 
 def test_a_pool_out_of_line_takes_the_plain_chain() -> None:

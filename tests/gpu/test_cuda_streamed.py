@@ -125,6 +125,22 @@ def test_every_k_and_every_topk(steps, topk, nodes) -> None:
     rig.compare_pool()
 
 
+def test_three_requests_padded_to_four() -> None:
+    """By the host, at each place of the batch: those who are there get the bits of the full batch, slot 0 nothing."""
+    rig = started(TREE, 4)
+    asks = [Ask(r, 5, 1 + r) for r in range(4)]
+    rig.engine.run(rig.batch(asks))
+    expected = [rig.snapshot(1 + r) for r in range(4)]
+    for place in range(4):
+        before = rig.engine.counters()
+        rig.engine.results.scores.zero_()
+        rig.engine.run(rig.batch([None if r == place else ask for r, ask in enumerate(asks)]))
+        assert all(test_engine_isolation.same(rig.snapshot(1 + r), expected[r]) for r in range(4) if r != place)
+        after = rig.engine.counters()
+        assert (after["drafted"], after["padded"]) == (before["drafted"] + 3, before["padded"] + 1)
+        assert int(rig.results.num_nodes[0]) == 0
+
+
 @pytest.mark.parametrize("kind", ["run", "enqueue"])
 def test_ids_of_either_width(kind) -> None:
     """input_ids, req_pool_indices and seq_lens as int32 and int64 in every mix: the same bits."""

@@ -71,3 +71,40 @@ def test_a_damaged_result_is_no_draft() -> None:
         rig.engine.tree(out, req_pool_indices=slot, seq_lens=length, bonus_tokens=bonus)
         assert out.draft_tokens.tolist() == [[7, 7, 7, 7]], damage
         assert out.retrieve_next_token.tolist() == [[-1, -1, -1, -1]], damage
+
+
+@pytest.mark.parametrize("broken", [None, -1, 2**40], ids=["all lengths fit", "a negative one", "one far too long"])
+def test_the_full_mask_of_many_long_requests(broken) -> None:
+    """200 requests, more than a block has threads, of up to 5,000 positions: more than one pass of all blocks writes.
+    Where a length is broken, requests before it have their whole mask and tree, it and those behind it only a root.
+    """
+    lanes, nodes, bad = 200, 4, 150
+    rig = CudaRig(make_config(max_positions=64), SpeculationConfig(num_steps=nodes - 1),
+                  layout=Layout(num_slots=lanes + 2, max_batch=lanes, max_rows=lanes))
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(0, 5000, (lanes,), generator=generator)
+    if broken is not None:
+        lengths[bad] = broken
+    slots = 1 + torch.randperm(lanes, generator=generator)
+    tokens = torch.randint(0, rig.config.vocab_size, (lanes, nodes - 1), generator=generator)
+    results = rig.engine.results
+    results.draft_tokens[slots.to(rig.device)] = tokens.to(rig.device)
+    results.parents[:] = torch.arange(nodes - 1, dtype=torch.int32, device=rig.device)
+    results.num_nodes[slots.to(rig.device)] = nodes - 1
+    results.drafted_for[slots.to(rig.device)] = lengths.to(rig.device)
+    total = int(lengths.sum()) if broken is None else 5000 * lanes
+    out = VerifyTensors.allocate(lanes, nodes, MaskMode.FULL, rig.device, total_length=total)
+    before = torch.randint(0, 2, out.mask.shape, generator=generator).bool()  # nobody's part stays as it is
+    out.mask.copy_(before)
+    bonus = torch.arange(lanes, device=rig.device) % rig.config.vocab_size
+    rig.engine.tree(out, req_pool_indices=slots.to(rig.device), seq_lens=lengths.to(rig.device), bonus_tokens=bonus)
+    whole = lanes if broken is None else bad
+    drafts = [reference.Draft(tokens[i], torch.arange(nodes - 1), torch.zeros(nodes - 1)) for i in range(whole)]
+    trees = [reference.tree(draft, int(bonus[i]), int(lengths[i]), nodes) for i, draft in enumerate(drafts)]
+    mask = reference.full_mask(trees, lengths[:whole].tolist())
+    assert torch.equal(out.mask[: len(mask)].cpu(), mask)
+    assert torch.equal(out.mask[len(mask):].cpu(), before[len(mask):])
+    assert torch.equal(out.draft_tokens[:whole].cpu(), torch.stack([tree.draft_tokens for tree in trees]))
+    assert torch.equal(out.positions[:whole].cpu(), torch.stack([tree.positions for tree in trees]))
+    assert torch.equal(out.draft_tokens[whole:], bonus[whole:, None].expand(-1, nodes))
+    assert bool((out.retrieve_next_token[whole:] == -1).all())

@@ -1,4 +1,6 @@
-"""`eaglex generate` with a target that is split over two GPUs: the same tokens as one process, and lost ranks named."""
+"""`eaglex generate` with a target that is split over two GPUs, or two ranks that share one: the same tokens as one
+process, and lost ranks named.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,10 @@ from typing import Any
 
 import hf_pair
 import pytest
-import torch
 import torch.distributed as dist
+from support.bridge_places import ONE, WHERE, needs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 DEADLINE = 5.0
 
@@ -53,7 +52,9 @@ def _rank(arguments: list[str], folder: str, ends_by: int) -> int:
 class Ran:
     """`count` processes of their own, each a new interpreter: nothing is forked where CUDA or threads may be about."""
 
-    def __init__(self, count: int, folder: Path, arguments: list[str], ends_at: dict[int, int] | None = None) -> None:
+    def __init__(
+        self, count: int, folder: Path, arguments: list[str], ends_at: dict[int, int] | None = None, where: str = ONE
+    ) -> None:
         self.folder = folder / uuid.uuid4().hex
         self.folder.mkdir()
         ends_at = ends_at or {}
@@ -62,7 +63,7 @@ class Ran:
         names |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         each = []
         for rank in range(count):
-            own = names | {"RANK": rank, "LOCAL_RANK": rank}
+            own = names | {"RANK": rank, "LOCAL_RANK": 0 if where == ONE else rank}
             with open(self.folder / f"{rank}.out", "w") as out, open(self.folder / f"{rank}.err", "w") as err:
                 job = json.dumps([arguments, str(self.folder), int(ends_at.get(rank, 0))])
                 environment = os.environ | {name: str(value) for name, value in own.items()}
@@ -83,10 +84,11 @@ class Ran:
         return (self.folder / f"{rank}.{stream}").read_text()
 
 
-def arguments_of(pair: Path, *options: str) -> list[str]:
+def arguments_of(pair: Path, *options: str, where: str = ONE) -> list[str]:
     paths = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompt", "the a cat dog sees hears"]
-    shape = ["--max-new-tokens", "24", "--topk", "3", "--num-steps", "3", "--dtype", "float32", "--device", "cuda"]
-    return ["generate", *paths, *shape, "--json", "--check", *options]
+    shape = ["--max-new-tokens", "24", "--topk", "3", "--num-steps", "3", "--dtype", "float32"]
+    device = ["--device", "cuda:0" if where == ONE else "cuda"]
+    return ["generate", *paths, *shape, *device, "--json", "--check", *options]
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +98,12 @@ def alone(pair, tmp_path_factory):
     return json.loads(ran.text(0, "out"))
 
 
-@pytest.mark.parametrize("transport", [None, "mailbox", "nccl", "shm"])
-def test_two_gpus_say_what_one_process_says(transport, pair, alone, tmp_path):
-    ran = Ran(2, tmp_path, arguments_of(pair, *(["--transport", transport] if transport else [])))
+@pytest.mark.parametrize("transport", [None, "p2p", "mailbox", "nccl", "shm"])
+@pytest.mark.parametrize("where", WHERE)
+def test_ranks_say_what_one_process_says(where, transport, pair, alone, tmp_path):
+    needs(where, transport)
+    options = ["--transport", transport] if transport else []
+    ran = Ran(2, tmp_path, arguments_of(pair, *options, where=where), where=where)
     assert ran.codes == [0, 0], ran.text(0) + ran.text(1)
     found = json.loads(ran.text(0, "out"))
     assert found["tokens"] == alone["tokens"]
@@ -109,10 +114,14 @@ def test_two_gpus_say_what_one_process_says(transport, pair, alone, tmp_path):
     assert found["warnings"] == []
 
 
-def test_a_drafter_on_a_gpu_of_its_own(pair, alone, tmp_path):
-    """Here the second rank's, since there are two."""
-    options = ["--placement", "dedicated", "--drafter-device", "cuda:1", "--drafter-deadline", "5"]
-    ran = Ran(2, tmp_path, arguments_of(pair, *options))
+@pytest.mark.parametrize("transport", [None, "shm"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_drafter_on_a_gpu(where, transport, pair, alone, tmp_path):
+    """The ranks' own, or the second rank's: rows go there from device to device, or through the host."""
+    needs(where)
+    options = ["--placement", "dedicated", "--drafter-device", "cuda:0" if where == ONE else "cuda:1"]
+    options += ["--drafter-deadline", "20", *(["--transport", transport] if transport else [])]
+    ran = Ran(2, tmp_path, arguments_of(pair, *options, where=where), where=where)
     assert ran.codes == [0, 0], ran.text(0) + ran.text(1)
     found = json.loads(ran.text(0, "out"))
     assert found["tokens"] == alone["tokens"]
@@ -121,15 +130,20 @@ def test_a_drafter_on_a_gpu_of_its_own(pair, alone, tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named(victim, pair, tmp_path):
-    ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE)), {victim: signal.SIGKILL})
+@pytest.mark.parametrize("where", WHERE)
+def test_a_killed_rank_is_named(where, victim, pair, tmp_path):
+    needs(where)
+    arguments = arguments_of(pair, "--deadline", str(DEADLINE), where=where)
+    ran = Ran(2, tmp_path, arguments, {victim: signal.SIGKILL}, where)
     assert ran.codes[1 - victim] == 1, ran.text(1 - victim)
     assert f"eaglex: error: rank {victim}: its process has ended" in ran.text(1 - victim)
     assert ran.at - float((ran.folder / "ended").read_text()) < DEADLINE + 4  # the others' exit included
 
 
-def test_a_stopped_rank_is_named(pair, tmp_path):
-    ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE)), {1: signal.SIGSTOP})
+@pytest.mark.parametrize("where", WHERE)
+def test_a_stopped_rank_is_named(where, pair, tmp_path):
+    needs(where)
+    ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE), where=where), {1: signal.SIGSTOP}, where)
     assert ran.codes[0] == 1, ran.text(0)
     assert "eaglex: error: rank 1: " in ran.text(0)
 

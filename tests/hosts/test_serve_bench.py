@@ -99,6 +99,7 @@ def test_the_probe_counts_a_forward_without_its_verification(monkeypatch: pytest
         def forward_batch_generation(self, batch: Batch, on_publish: Any = None) -> None:
             clock[0] += 1e-4
             self.verify()
+            clock[0] += 3e-5
             on_publish()
 
     probe.verification(Worker)
@@ -109,5 +110,6 @@ def test_the_probe_counts_a_forward_without_its_verification(monkeypatch: pytest
 
     for _ in range(2):
         Worker().forward_batch_generation(Batch(), on_publish=publish)
-    assert probe.rows
-    assert all(row[:2] == ("host", 2) and row[2] == pytest.approx(100) for row in probe.rows)
+    expected = {"host": 130, "before": 100, "after": 30}
+    assert {row[0] for row in probe.rows} == set(expected)
+    assert all(row[1] == 2 and row[2] == pytest.approx(expected[row[0]]) for row in probe.rows)

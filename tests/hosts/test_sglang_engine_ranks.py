@@ -142,7 +142,7 @@ def test_a_draft_that_fails_costs_drafts_on_all_ranks_and_nothing_else(tmp_path:
             host.prefill(2)
             draft = host.worker._draft_worker
             if rank == 0:
-                draft._tried = lambda run, plain=draft._tried: plain(fail)
+                draft._after_verify = draft._launch = fail
             while any(request.unfinished for request in host.running):
                 host.prefill(0)
             host.worker._stream.join()

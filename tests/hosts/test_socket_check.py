@@ -98,7 +98,7 @@ def test_what_an_algorithm_says_twice_is_held_against_itself() -> None:
 def test_all_requests_of_a_sampled_case_are_sampled(tmp_path: Path) -> None:
     """A greedy one beside them would change how the host draws their first tokens."""
     numpy.save(tmp_path / "prompts.npy", numpy.arange(4000) % 1000)
-    sampled, greedy = (workload(tmp_path / "prompts.npy", flag) for flag in (True, False))
+    sampled, greedy = (workload(tmp_path / "prompts.npy", float(flag)) for flag in (True, False))
     assert [request["temperature"] for request in sampled] == [0.8] * 145
     assert len({request["sampling_seed"] for request in sampled}) == 145
     assert all("temperature" not in request for request in greedy)

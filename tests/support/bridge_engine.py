@@ -29,16 +29,18 @@ def make_rig(cuda: bool) -> Rig:
     return kind(config, SPECULATION, layout=LAYOUT)
 
 
-def digest_of(seen: list[list[torch.Tensor]]) -> tuple[str, int]:
-    """Of all that counts in tokens, parents, counts and lengths of these cycles, and how many drafts there are."""
-    digest, drafts = hashlib.sha256(), 0
-    for one in seen:
-        tokens, parents, counts, lens = (t.cpu() for t in one)
-        counted = torch.arange(tokens.shape[1]) < counts[:, None]
-        for tensor in (tokens.where(counted, 0), parents.where(counted, 0), counts, lens):
-            digest.update(tensor.contiguous().numpy().tobytes())
-        drafts += int((counts > 0).sum())
-    return digest.hexdigest(), drafts
+def joined(seen: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Tokens, parents, counts and lengths of all these cycles, one behind the other, in host memory."""
+    return [torch.cat(parts).cpu() for parts in zip(*seen, strict=True)]
+
+
+def digest_of(tokens: torch.Tensor, parents: torch.Tensor, counts: torch.Tensor, lens: torch.Tensor) -> tuple[str, int]:
+    """Of all that counts of these drafts, and how many of them there are."""
+    digest = hashlib.sha256()
+    counted = torch.arange(tokens.shape[1]) < counts[:, None]
+    for tensor in (tokens.where(counted, 0), parents.where(counted, 0), counts, lens):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest(), int((counts > 0).sum())
 
 
 @dataclasses.dataclass
@@ -51,8 +53,8 @@ class Cycle:
     lens: list[int]
 
     @classmethod
-    def drawn(cls, draw: random.Random, lengths: list[int], *, prompt: bool) -> Cycle:
-        count = 2 if prompt else draw.randint(1, LAYOUT.max_batch)
+    def drawn(cls, draw: random.Random, lengths: list[int], *, prompt: bool, most: int = LAYOUT.max_batch) -> Cycle:
+        count = 2 if prompt else draw.randint(1, most)
         slots = draw.sample(range(1, LAYOUT.num_slots), count)
         rows = [PROMPT if prompt else draw.randint(1, 7) for _ in slots]
         valid = [draw.randint(1, most) for most in rows]
@@ -123,7 +125,7 @@ class EngineRank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.bridge.check()
-        digest, drafts = digest_of(self.seen)
+        digest, drafts = digest_of(*joined(self.seen))
         found = {"digest": digest, "drafts": drafts, "counters": self.bridge.counters()}
         if self.device.type == "cuda" and self.plan.timed:
             found["us"] = self.times()

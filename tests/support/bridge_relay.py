@@ -1,6 +1,7 @@
 """Two ranks and a dedicated drafter, each a process: rows go from device to device, drafts back, then to all ranks.
 
-Rank 0 has a second engine with the same weights beside it, which says what the drafter must have drafted.
+Rank 0 has a second engine with the same weights beside it, which says what the drafter must have drafted. With
+transport shm all of it goes through host memory, and the drafter alone is on the device.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from eaglex.bridge import Bridge, Invitation, LinkOptions
-from eaglex.bridge_dedicated import RelayClient, RelayServer, join_as_drafter
-from eaglex.engine import DraftResults, current_stream
-from support.bridge_engine import LAYOUT, LIMITS, SPECULATION, Cycle, digest_of, make_rig, taken
+from eaglex.bridge_dedicated import DrafterClient, RelayClient, RelayServer, join_as_drafter
+from eaglex.engine import DraftBatch, DraftResults, current_stream
+from eaglex.errors import BridgeError, DeviceError
+from support.bridge_engine import LAYOUT, LIMITS, SPECULATION, Cycle, digest_of, joined, make_rig, taken
 from support.bridge_world import Plan, device_of
 from support.models import make_config
 from support.streamed import make_streamed_config
@@ -37,6 +40,7 @@ class DrafterSide:
         self.plan = plan
         self.device = device_of(plan, 1)  # rank 1's, so that rows go to another one than rank 0's
         self.seconds_to_open = 0.0
+        self.requests = 0
         self.rig = make_rig(plan.device == "cuda")
         store.wait(["invitation"], JOINED)
         invitation = Invitation(**json.loads(store.get("invitation")))
@@ -46,31 +50,62 @@ class DrafterSide:
             engine.limits = dataclasses.replace(engine.limits, max_rows=rows)
             invitation = dataclasses.replace(invitation, terms=invitation.terms | plan.drafter_terms)
         self.server = join_as_drafter(invitation, self.rig.engine)
-        assert isinstance(self.server, RelayServer)
+        assert isinstance(self.server, RelayServer) == (plan.transport != "shm")
 
     def go(self) -> dict[str, Any]:
-        at, number, place = self.plan.drafter_ends or (-1, 0, "")
-        requests = 0
-        launch = self.rig.engine._engine.run
-
-        class Ending:
-            """The engine, with an end in front of its launch."""
-
-            def run(self, batch: Any, stream: int) -> None:
-                if requests == at and place == "within":
-                    os.kill(os.getpid(), number)
-                launch(batch, stream)
-
-        self.rig.engine._engine, kept = Ending(), self.rig.engine._engine
-        while True:
-            if requests == at and place == "before":
-                os.kill(os.getpid(), number)
-            try:
+        engine, plan = self.rig.engine, self.plan
+        kept = engine._engine
+        engine._engine = _Faulty(kept.run, lambda: self.requests, plan)  # type: ignore[assignment]
+        try:
+            while True:
+                self._end_if("before")
                 if self.server.serve(0.5):
-                    requests += 1
-            except Exception:
-                self.rig.engine._engine = kept
-                return {"requests": requests}
+                    self.requests += 1
+        except BridgeError:  # rank 0 has ended
+            engine._engine = kept
+            return {"requests": self.requests}
+
+    def _end_if(self, place: str) -> None:
+        end_if(self.plan, self.requests, place)
+
+
+def end_if(plan: Plan, requests: int, place: str) -> None:
+    if plan.drafter_ends is not None and (requests, place) == (plan.drafter_ends[0], plan.drafter_ends[2]):
+        os.kill(os.getpid(), plan.drafter_ends[1])
+
+
+class _Faulty:
+    """The drafter's engine, and in front of its launch what the plan has for that request."""
+
+    def __init__(self, launch: Callable[[Any, int], None], requests: Callable[[], int], plan: Plan) -> None:
+        self._launch, self._requests, self._plan = launch, requests, plan
+
+    def run(self, batch: Any, stream: int) -> None:
+        at, plan = self._requests(), self._plan
+        end_if(plan, at, "within")
+        if plan.drafter_late is not None and plan.drafter_late[0] == at:
+            time.sleep(plan.drafter_late[1])
+        if plan.drafter_fails_at == at:
+            raise DeviceError("the engine of this test fails here")
+        self._launch(batch, stream)
+
+
+class _Graphs:
+    """The bridge's calls captured, a graph for each number of lanes."""
+
+    def __init__(self, call: Callable[[torch.Tensor, torch.Tensor], None], device: torch.device) -> None:
+        self._call, self._device = call, device
+        self._made: dict[int, tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}
+
+    def __call__(self, slots: list[int], new_lens: list[int]) -> None:
+        if len(slots) not in self._made:
+            lanes, graph = torch.zeros(2, len(slots), dtype=torch.int64, device=self._device), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._call(lanes[0], lanes[1])
+            self._made[len(slots)] = lanes, graph
+        lanes, graph = self._made[len(slots)]
+        lanes.copy_(torch.tensor([slots, new_lens]))
+        graph.replay()
 
 
 class RelayRank:
@@ -79,13 +114,18 @@ class RelayRank:
     def __init__(self, plan: Plan, members: Any, store: Any) -> None:
         self.plan, self.rank = plan, members.rank
         self.device = device_of(plan, self.rank)
+        here = torch.device("cpu") if plan.transport == "shm" else self.device
         config = config_of(plan)
-        self.results = DraftResults.allocate(SPECULATION, LIMITS, self.device)
+        self.results = DraftResults.allocate(SPECULATION, LIMITS, here)
         self.seconds_to_open = 0.0
         self.bridge = Bridge(
             members, SPECULATION, limits=LIMITS, vocab_size=config.vocab_size, results=self.results,
             deadline=plan.deadline, transport=plan.transport, aux_width=config.num_aux * config.target_hidden_size,
         )  # fmt: skip
+        self.push = lambda slots, lens: self.bridge.push(slots, lens, draft=True)
+        self.receive = lambda slots, lens: self.bridge.receive(slots, lens)
+        if plan.captured:
+            self.push, self.receive = _Graphs(self.push, here), _Graphs(self.receive, here)
         self.lengths = [0] * LAYOUT.num_slots
         self.seen: list[list[torch.Tensor]] = []
         self.right: list[list[torch.Tensor]] = []
@@ -94,49 +134,63 @@ class RelayRank:
         if self.rank == 0:
             self.rig = make_rig(plan.device == "cuda")
             options = LinkOptions(deadline=plan.drafter_deadline, rejoin_after=0.2)
-            self.client = RelayClient(self.bridge, config, options)
+            kind: Any = DrafterClient if plan.transport == "shm" else RelayClient
+            self.client = kind(self.bridge, config, options)
             store.set("invitation", json.dumps(dataclasses.asdict(self.client.invitation())))
             until = time.monotonic() + 60
             while not self.client.joined() and time.monotonic() < until:
                 time.sleep(0.01)
 
     def cycle(self, draw: random.Random, *, prompt: bool) -> None:
-        cycle = Cycle.drawn(draw, self.lengths, prompt=prompt)
+        cycle = Cycle.drawn(draw, self.lengths, prompt=prompt, most=self.plan.most_lanes)
         slots, lens = cycle.slots, cycle.lens
         new_lens = [a + b for a, b in zip(lens, cycle.valid, strict=True)]
         if self.rank == 0:
             batch = cycle.batch(self.rig)
             begun = time.monotonic()
-            drafted = self.client.draft(batch, slots=slots, seq_lens=lens, new_lens=new_lens)
-            self.bridge.push(slots, new_lens, draft=drafted)
+            if self.ask(batch, slots, lens, new_lens):
+                self.push(slots, new_lens)
+            else:
+                self.bridge.push(slots, new_lens, draft=False)
             self.longest = max(self.longest, time.monotonic() - begun)
             self.warnings += self.client.take_warnings()
             self.rig.engine.run(batch, current_stream(self.device))
             self.right.append(taken(self.rig.engine.results, slots))
         else:
-            self.bridge.receive(slots, new_lens)
+            self.receive(slots, new_lens)
         self.seen.append(taken(self.results, slots))
         cycle.add_to(self.lengths)
 
+    def ask(self, batch: DraftBatch, slots: list[int], lens: list[int], new_lens: list[int]) -> bool:
+        if isinstance(self.client, RelayClient):
+            return self.client.draft(batch, slots=slots, seq_lens=lens, new_lens=new_lens)
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        rows = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+        return bool(self.client.draft(DraftBatch(**rows)))
+
     def go(self) -> dict[str, Any]:
         draw = random.Random(5)
+        stalls = random.Random(self.rank)  # of its own: what is drawn must be the same on all ranks
         for number in range(self.plan.cycles):
+            if self.plan.pause_at is not None and number == self.plan.pause_at[0]:
+                self.lengths = [0] * LAYOUT.num_slots
+                time.sleep(self.plan.pause_at[1] if self.rank == 0 else 0)
             if max(self.lengths) > 200:
                 self.lengths = [0] * LAYOUT.num_slots
             self.cycle(draw, prompt=number % 10 == 0)
             self.bridge.check()
-            if self.plan.most_stall:
-                time.sleep(draw.uniform(0, self.plan.most_stall))
+            if self.plan.most_stall and stalls.random() < 0.1:
+                time.sleep(stalls.uniform(0, self.plan.most_stall))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.bridge.check()
-        found = {"digest": digest_of(self.seen)[0], "drafts": digest_of(self.seen)[1]}
+        seen = joined(self.seen)
+        digest, drafts = digest_of(*seen)
+        found: dict[str, Any] = {"digest": digest, "drafts": drafts, "last": int((self.seen[-1][2] > 0).sum())}
         if self.rank == 0:
             # Where there is a draft at all, it is the right one.
-            pairs = list(zip(self.seen, self.right, strict=True))
-            both = [([t.cpu() for t in seen], [t.cpu() for t in right]) for seen, right in pairs]
-            found["wrong"] = sum(wrong_lanes(seen, right) for seen, right in both)
-            found["expected"] = digest_of(self.right)[1]
+            right = joined(self.right)
+            found |= {"wrong": wrong_lanes(seen, right), "expected": digest_of(*right)[1]}
             found |= {"faults": self.client.counters(), "warnings": self.warnings, "longest": self.longest}
         return found
 

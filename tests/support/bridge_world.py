@@ -27,7 +27,6 @@ from eaglex.errors import EaglexError
 SPECULATION = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=7)
 LIMITS = EngineLimits(max_batch=5, max_rows=64, num_slots=9)
 VOCAB = 100_000
-PATIENCE = 120.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,12 @@ class Plan:
     drafter_deadline: float = 5.0
     drafter_ends: tuple[int, int, str] | None = None  # at that request, by this signal, "before" or "within" it
     drafter_terms: dict[str, int] | None = None  # what it takes the group's terms for
+    drafter_late: tuple[int, float] | None = None  # at that request, so many seconds
+    drafter_fails_at: int = -1  # its engine, at that request
+    pause_at: tuple[int, float] | None = None  # rank 0, in front of that cycle; all requests from there on are new ones
+    most_lanes: int = 11
+    patience: float = 120.0  # seconds for all of it; a hang is found by the deadlines that are tested
+    salt: int = 0  # other content than another group's
 
 
 def device_of(plan: Plan, rank: int) -> torch.device:
@@ -79,7 +84,7 @@ class Rank:
         self.sent = Results(
             self.results.draft_tokens, self.results.parents, self.results.num_nodes, self.results.drafted_for
         )
-        self.number = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.number = torch.full((), plan.salt, dtype=torch.int64, device=self.device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         self.slots = torch.arange(1, plan.limits.max_batch + 1).to(self.device)
 
@@ -125,7 +130,7 @@ class Rank:
         self.bridge.check()
         found = {
             "wrong": int(self.wrong),
-            "number": int(self.number),
+            "number": int(self.number) - plan.salt,
             "counters": self.bridge.counters(),
             "transport": self.bridge.transport,
             "seconds_to_open": self.seconds_to_open,
@@ -162,7 +167,7 @@ def side_of(plan: Plan, members: Members) -> Any:
 
 
 def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, out: Connection) -> None:
-    signal.alarm(int(PATIENCE))
+    signal.alarm(int(plan.patience))
     if emulated is not None:
         from support import emulated as emulator
 
@@ -202,7 +207,7 @@ class World:
         if not emulated:
             context.set_forkserver_preload(["torch", "support.bridge_world"])
         store = str(folder / f"store-{random.getrandbits(32)}")
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.patience = [], [], plan.patience
         for rank in range(count):
             here, there = context.Pipe(duplex=False)
             arguments = (rank, count, store, plan, None if emulated is None else str(emulated), there)
@@ -221,10 +226,10 @@ class World:
                 os.kill(process.pid, signal.SIGKILL)
             process.join(10)
 
-    def hear(self, rank: int, kind: str, seconds: float = PATIENCE) -> Any:
+    def hear(self, rank: int, kind: str) -> Any:
         """The next word of that rank, which must be of that kind."""
         pipe = self.pipes[rank]
-        assert pipe.poll(seconds), f"rank {rank} says nothing for {seconds} s"
+        assert pipe.poll(self.patience), f"rank {rank} says nothing for {self.patience} s"
         said, value = pipe.recv()
         assert said == kind, f"rank {rank}: expected {kind}, got {said}: {value}"
         return value

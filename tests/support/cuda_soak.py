@@ -4,7 +4,8 @@
 
 `plain` holds the plain chain in float32 to the CPU engine's ids; `bf16`, `fp8` and `int4` hold the fast chain to the
 plain one, and what differs, and a tenth of the rest, to float64 (support/judge.py). Each run draws some drafts and
-speculations from its seed and gives them cycles in turn. Ends with an error where a draft is wrong.
+speculations from its seed and gives them cycles in turn. Ends with an error where a draft is wrong: with --spoil, which
+gives the engine under test a final norm that is 3 % too large, it must.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from eaglex.config import AuxNorm, DraftConfig, NextHidden, Residual, SpeculationConfig
 from eaglex.packed import DraftQuant
 from eaglex.quantize import quantize
+from eaglex.weights import DraftWeights
 from support.cuda_rig import CudaRig
 from support.models import make_config, random_weights
 from support.rig import Layout, Rig
@@ -31,14 +33,20 @@ KINDS = ("plain", "bf16", "fp8", "int4")
 LAYOUT = {"num_slots": 14, "max_batch": 11, "max_rows": 160}
 
 
-def against_the_cpu(config: DraftConfig, speculation: SpeculationConfig, layout: Layout, seed: int) -> Soak:
+def against_the_cpu(config: DraftConfig, speculation: SpeculationConfig, layout: Layout, seed: int,
+                    *, spoil: bool = False) -> Soak:
     """The plain chain and the CPU engine, in float32: equal ids."""
     oracle = Rig(config, speculation, layout=layout)
-    return Soak(oracle, CudaRig(config, speculation, share=oracle), seed)
+    return Soak(oracle, CudaRig(config, speculation, share=oracle, weights=tested(oracle.weights, spoil)), seed)
+
+
+def tested(weights: DraftWeights, spoil: bool) -> DraftWeights:
+    """Those of the engine under test: the oracle's, or ones that must be found out."""
+    return dataclasses.replace(weights, norm=weights.norm * 1.03) if spoil else weights
 
 
 def against_the_plain_chain(config: DraftConfig, speculation: SpeculationConfig, layout: Layout, seed: int,
-                            precision: str = "bf16") -> JudgedSoak:
+                            precision: str = "bf16", *, spoil: bool = False) -> JudgedSoak:
     """The fast chain and the plain one, in bf16 with matrices of that precision: what differs is judged."""
     weights = random_weights(config, dtype=torch.bfloat16)
     if precision != "bf16":
@@ -46,7 +54,8 @@ def against_the_plain_chain(config: DraftConfig, speculation: SpeculationConfig,
     with mock.patch.dict(os.environ, EAGLEX_CHAIN="plain"):
         oracle = PlainChainRig(config, speculation, layout=layout, weights=weights)
     with mock.patch.dict(os.environ, EAGLEX_CHAIN="fast"):
-        return JudgedSoak(oracle, StreamedRig(config, speculation, share=oracle), seed)
+        subject = StreamedRig(config, speculation, share=oracle, weights=tested(weights, spoil))
+        return JudgedSoak(oracle, subject, seed)
 
 
 def check(soak: Soak, *, exact: bool) -> None:
@@ -57,7 +66,7 @@ def check(soak: Soak, *, exact: bool) -> None:
     assert speculation.stop_below > 0 or not tally.stops, tally
 
 
-def drawn(kind: str, roll: random.Random) -> Soak:
+def drawn(kind: str, roll: random.Random, spoil: bool) -> Soak:
     """A draft, a speculation and a layout by chance."""
     steps, topk = roll.randint(1, 6), roll.choice((1, 1, 2, 3, 4))
     most = SpeculationConfig(num_steps=steps, topk=topk, num_draft_tokens=steps + 1).num_candidates + 1
@@ -72,10 +81,10 @@ def drawn(kind: str, roll: random.Random) -> Soak:
                "num_kv_heads": roll.choice((1, 2, 4)), "num_heads": 4}
     seed = roll.randrange(2**31)
     if kind == "plain":
-        return against_the_cpu(make_config(**changes), speculation, layout, seed)
+        return against_the_cpu(make_config(**changes), speculation, layout, seed, spoil=spoil)
     config = make_streamed_config(**changes, head_dim=roll.choice((64, 96, 128, 256)),
                                   hidden_size=roll.choice((256, 320)), intermediate_size=roll.choice((512, 448)))
-    return against_the_plain_chain(config, speculation, layout, seed, kind)
+    return against_the_plain_chain(config, speculation, layout, seed, kind, spoil=spoil)
 
 
 def main() -> None:
@@ -84,10 +93,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--drafts", type=int, default=4, help="how many of them")
+    parser.add_argument("--spoil", action="store_true", help="with wrong weights in the engine under test")
     options = parser.parse_args()
     print(f"soak of {options.kind}, seed {options.seed}", flush=True)
     end, roll = time.monotonic() + options.seconds, random.Random(options.seed)
-    soaks = [drawn(options.kind, roll) for _ in range(options.drafts)]
+    soaks = [drawn(options.kind, roll, options.spoil) for _ in range(options.drafts)]
     while time.monotonic() < end:
         for soak in soaks:
             for _ in range(5):

@@ -23,6 +23,7 @@ DRAFT_VOCAB = 32000
 PROMPT, NEW = 512, 300
 FIRST_TOKENS = 9  # times to first token in a round, of each length
 LENGTHS = (64, PROMPT, 3000)
+STOCK_DRAFTS = ("eagle3", "eagle3-fp8", "none", "socket")
 
 
 def setting(name: str, default: str) -> str:
@@ -63,7 +64,7 @@ class Timed:
 
         self.choose = random.Random(1)
         target, draft = write_configs(out.parent / f"{out.stem}-files", SHAPE)
-        if name not in ("eagle3", "none", "socket"):  # reads a draft's files; the host makes dummy weights itself
+        if name not in STOCK_DRAFTS:  # eaglex reads a draft's files; the host makes dummy weights itself
             write_weights(target, draft, SHAPE, DRAFT_VOCAB)
         options: dict[str, Any] = {
             "load_format": "dummy", "max_total_tokens": 72000, "max_running_requests": max(batches()),
@@ -72,12 +73,14 @@ class Timed:
         }  # fmt: skip
         if setting("NCCL_ONLY", ""):
             options["disable_custom_all_reduce"] = True
-        algorithm: str | None = {"none": None, "eagle3": "EAGLE3"}.get(name, "EAGLEX")
+        if name == "eagle3-fp8":
+            options["speculative_draft_model_quantization"] = "fp8"
+        algorithm: str | None = {"none": None, "eagle3": "EAGLE3", "eagle3-fp8": "EAGLE3"}.get(name, "EAGLEX")
         if algorithm is None:
             for key in speculation():
                 del options[key]
         started = time.perf_counter()
-        self.engine = engine_of(str(target), str(draft) if algorithm else None, algorithm, **options)  # type: ignore[arg-type]
+        self.engine = engine_of(str(target), str(draft) if algorithm else None, algorithm, **options)
         self.startup = time.perf_counter() - started
 
     def ids(self, length: int) -> list[int]:
@@ -144,7 +147,7 @@ class Timed:
             return {}
         found = json.loads(probe.read_text())
         stages: dict[str, dict[int, dict[str, float]]] = {}
-        for stage in ("draft", "extend", "verify", "host", "late"):
+        for stage in ("draft", "extend", "verify", "host", "before", "after", "late"):
             for batch in batches():
                 values = [us for kind, count, us in found["rows"] if kind == stage and count == batch]
                 if values:

@@ -5,8 +5,9 @@ file. Rows are [stage, batch, microseconds]; they are written, and forgotten, at
 SERVE_PROBE.want has appeared, so that no cycle that is timed pays for it.
 
 Stages: `draft` and `extend`, GPU time (the engine drafts in `extend`; its `draft` is the tree kernel); `verify`, GPU
-time; `host`, CPU time of a forward without verification and the host's own callback; `late`, that of enqueuing the
-draft outside of it. Every fourth cycle has events, and its CPU time is left out.
+time; `host`, CPU time of a forward without verification and the host's own callback, and of it the parts `before` and
+`after` verification; `late`, that of enqueuing the draft outside of it. Every fourth cycle has events, and its CPU time
+is left out.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def verification(owner: Any) -> None:
     original = owner.verify
 
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        start = time.perf_counter()
+        start = cycle["verify_from"] = time.perf_counter()
         result = original(self, *arguments, **options)
         cycle["verify"] = time.perf_counter() - start
         return result
@@ -99,7 +100,9 @@ def forward(owner: Any, path: str) -> None:
             cycle["paused"] = self._plan.paused_cycles
         if not sampled():
             own = time.perf_counter() - start - cycle["verify"] - cycle["published"]
-            rows.append(("host", cycle["batch"], own * 1e6))
+            before = cycle["verify_from"] - start
+            for stage, seconds in (("host", own), ("before", before), ("after", own - before)):
+                rows.append((stage, cycle["batch"], seconds * 1e6))
         return result
 
     owner.forward_batch_generation = wrapped

@@ -39,13 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     "chain, weight updates, two GPUs": CHAIN | {"tp_size": 2},
     "chain, sampled": CHAIN,
     "tree, sampled": TREE,
+    "chain, features, no overlap": CHAIN | NO_OVERLAP | {"skip_tokenizer_init": False},
+    "chain, mixed sampling": CHAIN,
+    "chain, many prompts": CHAIN,
 }
 COMMON: dict[str, Any] = {
     "enable_deterministic_inference": True, "context_length": 2048, "chunked_prefill_size": 256,
     "max_total_tokens": 60000, "max_running_requests": 24, "cuda_graph_max_bs_decode": 16,
     "mem_fraction_static": 0.7, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
 }  # fmt: skip
-ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs")  # the slow ones serve the requests once
+# the slow ones serve the requests once
+ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts")
 # Where a request starts anew depends on timing, and what it then says can depend on where: the host computes K and V of
 # its tokens again as a prompt, with other roundings than verification's. So stock's tokens differ from stock's own.
 MOVED_BY_RETRACTION = ("small pool", "forced retraction")
@@ -79,8 +83,9 @@ def environment_of(name: str) -> dict[str, str]:
 
 
 # What a request may ask for beside tokens, one thing each. A penalty counts the tokens of the verifications whose
-# results the CPU has seen, so what is said under one depends on timing: stock's second pass differs from its first for
-# half of them. No request is sampled: beside one, greedy requests draw among equal logits, by a coin of their node.
+# results the CPU has seen, so with overlap what is said under one depends on timing: stock's second pass differs from
+# its first for half of them. No request is sampled: beside one, greedy requests draw among equal logits, by a coin of
+# their node (case "chain, mixed sampling").
 FEATURES: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.6}, {"presence_penalty": 0.8}, {"repetition_penalty": 1.3}, {"min_new_tokens": 24},
     {"stop_token_ids": [5, 17, 33, 101, 260, 300]}, {"stop": [" the", "a", "."]}, {"logprobs": 2},
@@ -89,10 +94,17 @@ FEATURES: tuple[dict[str, Any], ...] = (
 PENALTIES = {"frequency_penalty", "presence_penalty", "repetition_penalty"}
 
 
-def workload(prompts: Path, sampled: bool, features: bool = False) -> list[dict[str, Any]]:
+def workload_of(name: str, prompts: Path) -> list[dict[str, Any]]:
+    """The requests of a case."""
+    share = 1.0 if "sampled" in name else 0.5 if "mixed sampling" in name else 0.0
+    return workload(prompts, share, features="features" in name, times=2 if "many prompts" in name else 1)
+
+
+def workload(prompts: Path, sampled: float, *, features: bool = False, times: int = 1) -> list[dict[str, Any]]:
     """Requests of mixed length, with shared prefixes and duplicates, in an order of arrival; some are aborted.
 
-    With `features` each asks for one of FEATURES, or for nothing.
+    `sampled` is the share of them that is (0, 1/2 or 1). With `features` each asks for one of FEATURES, or for nothing.
+    There are 137 that are not aborted, or about `times` as many.
 
     Sampled, all of them are: where one request of a prefill needs top-k, a greedy one included, the host draws for all
     of its requests by rank in place of by token id. So a seed's first token depends on what the request is beside.
@@ -106,8 +118,9 @@ def workload(prompts: Path, sampled: bool, features: bool = False) -> list[dict[
         start = choose.randrange(len(text) - length)
         return text[start : start + length]
 
-    lengths = [choose.randint(1, 16) for _ in range(16)] + [choose.randint(17, 128) for _ in range(40)]
-    lengths += [choose.randint(129, 600) for _ in range(30)] + [choose.randint(601, 1300) for _ in range(6)]
+    lengths = [choose.randint(1, 16) for _ in range(16 * times)] + [choose.randint(17, 128) for _ in range(40 * times)]
+    lengths += [choose.randint(129, 600) for _ in range(30 * times)]
+    lengths += [choose.randint(601, 1300) for _ in range(6 * times)]
     ids = [cut(length) for length in lengths]
     for length in (63, 200, 384):  # shared prefixes, then exact duplicates
         prefix = cut(length)
@@ -126,8 +139,8 @@ def workload(prompts: Path, sampled: bool, features: bool = False) -> list[dict[
             if "min_new_tokens" in chosen:
                 chosen["min_new_tokens"] = min(chosen["min_new_tokens"], request["new"])
             request["features"] = chosen
-    if sampled:
-        for number, request in enumerate(requests):
+    for number, request in enumerate(requests):
+        if number * sampled == int(number * sampled) and sampled:
             request |= {"temperature": 0.8, "sampling_seed": number}
     return requests
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from socket_parts.cases import CASES, CHAIN, COMMON, passes_of, workload
+from socket_parts.cases import CASES, CHAIN, COMMON, passes_of, workload_of
 
 ROUNDS = 2
 TURN_SECONDS = 400  # how long an engine that is up waits for its turn
@@ -39,7 +39,7 @@ def turn(file: Path, number: int = 0) -> bool:
     return False
 
 
-def engine_of(target: str, draft: str, algorithm: str, **options: Any) -> Any:
+def engine_of(target: str, draft: str | None, algorithm: str | None, **options: Any) -> Any:
     import sglang
 
     settings: dict[str, Any] = {
@@ -78,6 +78,8 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
         if asked or logprobs:
             found |= {"feature": ", ".join((*asked, *(["logprobs"] if logprobs else []))), "text": result.get("text")}
             found["finish"] = (meta.get("finish_reason") or {}).get("matched")
+        if "temperature" in request:
+            found["sampled"] = True
         return found | {
             "ids": result["output_ids"],
             "verify": meta.get("spec_verify_ct", 0),
@@ -106,8 +108,13 @@ def update(engine: Any, target: Path, number: int) -> None:
 def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> None:
     """One case under one algorithm: the requests twice, so that the second pass finds the radix cache filled."""
     options = COMMON | CASES[name]
-    engine = engine_of(str(pair / "target"), str(pair / "draft"), algorithm, **options)
-    requests = workload(prompts, "sampled" in name, "features" in name)
+    if algorithm == "none":  # no speculation
+        options = {key: value for key, value in options.items() if not key.startswith("speculative_")}
+    speculates = algorithm != "none"
+    engine = engine_of(
+        str(pair / "target"), str(pair / "draft") if speculates else None, algorithm if speculates else None, **options
+    )
+    requests = workload_of(name, prompts)
     write(out.with_suffix(".ready"), True)
     if not turn(out):
         return

@@ -189,8 +189,9 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch
 
 // Lengths, tables and ancestors are read before the wait. Two conditions make that right: qkv, which stands before,
 // releases this kernel only after its own wait, so all that select and admit wrote lies in L2; and what an earlier
-// launch left in this SM's L1 is not looked at: all of it is read past L1. Not so the rows of several layers' extends
-// (Pass::kExtendAll), whose places admit wrote before a kernel without the attribute.
+// launch left in this SM's L1 is not looked at: all of it is read past L1. The places of several layers' extends
+// (Pass::kExtendAll) are read through L1: admit, which writes them, begins when all before it is done, and nobody looks
+// at them until fuse has waited for admit.
 template <int kDim, int kRing>
 __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid_constant__ AttentionArgs args) {
 #if EAGLEX_STREAM_KERNELS

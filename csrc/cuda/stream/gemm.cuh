@@ -191,8 +191,7 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
       constexpr float kLow = Multiply::kRestLow;
       constexpr float kHigh = Multiply::kRestHigh;
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-        acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
+      for (int t = 0; t < kTiles; ++t) acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
     }
     if (Weights::kRowScales && role_.half == 0) {
       const float* const scales = shape_.row_scales + view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;

@@ -98,11 +98,6 @@ void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmCon
   }
 }
 
-#if defined(EAGLEX_EXPERIMENT)
-inline constexpr bool kExperiment = true;
-#else
-inline constexpr bool kExperiment = false;
-#endif
 // Fills in what follows from the plan and the problem; `shape` brings gammas and eps. Returns the grid. A launch
 // of a range of rows gives the first row and their number; the tiles around them are computed whole.
 template <class Step>
@@ -144,10 +139,10 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
       launch_as<Bf16Weights, Step>(plan, covered, config, shape, params, stream);
       break;
     case Precision::kFp8:
-      if constexpr (Step::kLowBit && !kExperiment) launch_as<Fp8Weights, Step>(plan, covered, config, shape, params, stream);
+      if constexpr (Step::kLowBit) launch_as<Fp8Weights, Step>(plan, covered, config, shape, params, stream);
       break;
     case Precision::kInt4:
-      if constexpr (Step::kLowBit && !kExperiment) launch_as<Int4Weights, Step>(plan, covered, config, shape, params, stream);
+      if constexpr (Step::kLowBit) launch_as<Int4Weights, Step>(plan, covered, config, shape, params, stream);
       break;
   }
   return config.grid;

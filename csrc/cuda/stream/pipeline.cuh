@@ -239,7 +239,8 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
           if (token + i * kTokensAtOnce < shape.tokens)
-            cp_async_16((G::kWide ? pass_to ^ i % 2 * 64 : pass_to) + i * kTokensAtOnce * kRowBytes, rows[i] + offset + pass * kPieces * 8);
+            cp_async_16((G::kWide ? pass_to ^ i % 2 * 64 : pass_to) + i * kTokensAtOnce * kRowBytes,
+                        rows[i] + offset + pass * kPieces * 8);
         }
       }
     }

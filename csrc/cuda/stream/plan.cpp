@@ -13,6 +13,7 @@
 #include "cuda/stream/attention.h"
 #include "cuda/stream/check.h"
 #include "cuda/stream/steps.h"
+#include "cuda/stream/switches.h"
 
 namespace eaglex::stream {
 namespace {
@@ -31,12 +32,24 @@ int choice_of(const char* variable, std::initializer_list<const char*> names) {
   fail(ErrorCode::kConfig, variable, ": expected ", expected, ", got ", set);
 }
 
+bool wants_pdl() {
+  return choice_of("EAGLEX_PDL", {"1", "0"}) == 0;
+}
+
+Reduction wanted_reduction() {
+  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
+  return kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];
+}
+
 // Under MPS, with a share of the card or not, other processes' kernels may hold the slots that a waiting block needs.
 bool under_mps() {
   int device = 0;
   int enabled = 0;
   check(cudaGetDevice(&device), "device");
-  check(cudaDeviceGetAttribute(&enabled, cudaDevAttrMpsEnabled, device), "device attribute");
+  if (cudaDeviceGetAttribute(&enabled, cudaDevAttrMpsEnabled, device) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // a driver that does not know the attribute
+    enabled = 0;
+  }
   return enabled != 0 || std::getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") != nullptr;
 }
 
@@ -84,6 +97,11 @@ int most_rows(const DeviceLimits& device, Precision precision) {
   return has_wgmma(device, precision) ? kMaxWideTokens : kMaxTokens;
 }
 
+void check_switches() {
+  static_cast<void>(wants_pdl());
+  static_cast<void>(wanted_reduction());
+}
+
 DeviceLimits current_device() {
   int device = 0;
   check(cudaGetDevice(&device), "device");
@@ -112,9 +130,8 @@ StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void*
   constexpr std::uint16_t kOne = 0x3F80;  // in bf16
   const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
   check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");
-  plan.pdl = choice_of("EAGLEX_PDL", {"1", "0"}) == 0;
-  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
-  plan.reduction = kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];
+  plan.pdl = wants_pdl();
+  plan.reduction = wanted_reduction();
   if (under_mps()) plan.reduction = Reduction::kLastArriver;
   return plan;
 }

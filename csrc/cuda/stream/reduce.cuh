@@ -38,8 +38,8 @@ class TileSums {
  protected:
   using G = Geometry<Weights, kTokenTiles>;
   static constexpr bool kNormed = Step::kNormed;
-  static constexpr int kLaneSums = G::kRowWarps * 32;  // float4 of one n8 tile in a slot
-  static constexpr int kTokenSums = kTokenTiles * kLaneSums;           // behind them the tokens' squares
+  static constexpr int kLaneSums = G::kRowWarps * 32;         // float4 of one n8 tile in a slot
+  static constexpr int kTokenSums = kTokenTiles * kLaneSums;  // behind them the tokens' squares
   static constexpr int kSlot = kTokenSums + kTokenTiles * 2;
   static constexpr int kEarlyParts = kTokenTiles == 1 ? 2 : 0;  // more tokens leave no registers for them
 
@@ -436,7 +436,7 @@ class TileSums {
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
         for (int t = 0; t < kGroup; ++t) {
-          float(&to)[4] = acc[group + t];
+          float (&to)[4] = acc[group + t];
           const float2 norm =
               kNormed && segment != in_registers ? norm_of(segment, group + t, lane) : make_float2(1.0F, 1.0F);
           to[0] = fmaf(norm.x, part[i][t].x, to[0]), to[1] = fmaf(norm.y, part[i][t].y, to[1]);

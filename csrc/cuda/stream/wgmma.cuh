@@ -61,8 +61,8 @@ __device__ __forceinline__ void hold(std::uint32_t& x) {
 template <class Weights, int kTokenTiles, bool kNormed>
 struct WideMultiplier {
   using G = Geometry<Weights, kTokenTiles>;
-  static constexpr int kSteps = G::kChunkK / 16;  // products of a chunk
-  static constexpr int kOctets = 2 * kSteps;      // of k
+  static constexpr int kSteps = G::kChunkK / 16;                               // products of a chunk
+  static constexpr int kOctets = 2 * kSteps;                                   // of k
   static constexpr int kSquareTiles = kTokenTiles <= 8 ? 1 : kTokenTiles / 8;  // of 8 tokens, that a warp squares
   static_assert(!G::kWide || (G::kHalves == 1 && G::kKBlocks * 4 == kOctets && G::kChunkK == 64));
 
@@ -133,7 +133,8 @@ struct WideMultiplier {
 #pragma unroll
       for (int kb = 0; kb < G::kKBlocks; ++kb) {
         if (kTokenTiles == 4 && kb != warp / 4) continue;  // two warps share a tile
-        const uint4 b = *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes + tile * 8192);
+        const uint4 b =
+            *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes + tile * 8192);
         const std::uint32_t first[4] = {b.x, 0, b.y, 0};
         const std::uint32_t second[4] = {b.z, 0, b.w, 0};
         mma_bf16(squares[tile], first, b.x, b.y);

@@ -18,11 +18,12 @@ from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults, current_stream
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
+from eaglex.hosts.sglang.copies import Copies
 from eaglex.hosts.sglang.metrics import Metrics
 from eaglex.hosts.sglang.options import Options
 from eaglex.hosts.sglang.ranks import Link, Ranks
 from eaglex.hosts.sglang.translate import Prefilled, Verified
-from eaglex.hosts.sglang.verify_input import Trees, VerifyPool
+from eaglex.hosts.sglang.verify_input import Trees, VerifyBuffers, VerifyPool
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,12 @@ class DraftSide:
         )
         stream = current_stream(self.device)
         buffers.fill(self.trees, batch.req_pool_indices, seq_lens, batch.spec_info.bonus_tokens, stream)
+        inputs = buffers.inputs
+        if inputs is None:
+            inputs = buffers.inputs = Copies(self._input_of(buffers))
+        return inputs.made("spec_steps", self.speculative_num_steps)
+
+    def _input_of(self, buffers: VerifyBuffers) -> Any:
         tensors = buffers.tensors
         return self._verify_input(
             draft_token=buffers.draft_tokens,
@@ -189,7 +196,7 @@ class DraftSide:
             retrieve_cum_len=None,
             spec_steps=self.speculative_num_steps,
             topk=self.topk,
-            draft_token_num=nodes,
+            draft_token_num=self.speculative_num_draft_tokens,
             capture_hidden_mode=None,
             seq_lens_sum=None,
             seq_lens_cpu=None,

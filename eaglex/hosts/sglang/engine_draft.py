@@ -5,7 +5,6 @@ Sizes: B requests, N nodes per request.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 import weakref
@@ -190,7 +189,11 @@ class EngineDraft(DraftSide):
 
         Without `drafting` fc, K and V of the accepted tokens are kept and nothing is drafted.
         """
-        drafted = self._tried(functools.partial(self._after_verify, verified, drafting, stream))
+        drafted = True
+        try:
+            self._after_verify(verified, drafting, stream)
+        except DeviceError as error:
+            drafted = self._failed(error)
         if drafting and self._link is not None:
             slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
             self._link.tell(slots, lens, accepted, draft=drafted, stream=stream)
@@ -198,15 +201,7 @@ class EngineDraft(DraftSide):
     def _after_verify(self, verified: Verified, drafting: bool, stream: int) -> None:
         key = (verified.accept_lens.shape[0], verified.hidden_states.shape[0], drafting)
         run = self._runs.get(key)
-        if run is None or not run(
-            verified.hidden_states,
-            verified.next_token_ids,
-            verified.accept_lens,
-            verified.req_pool_indices,
-            verified.seq_lens,
-            verified.out_cache_loc,
-            stream,
-        ):
+        if run is None or not run(*verified, stream):
             batch = self.translator.after_verify(verified, drafting=drafting)
             self._launch(batch, stream)
             if self.graphs:
@@ -221,22 +216,22 @@ class EngineDraft(DraftSide):
             for batch in self.translator.after_prefill(prefilled, drafting=drafting):
                 self._launch(batch, stream)
 
-        drafted = self._tried(run)
-        if drafting and self._link is not None:
-            self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
-
-    def _tried(self, run: Callable[[], None]) -> bool:
-        """Whether it went well. A draft that fails costs drafts, not the server: the slots' old ones are for other
-        lengths, so that nobody takes them. Where the device itself is at its end, the target finds that too.
-        """
+        drafted = True
         try:
             run()
         except DeviceError as error:
-            self._failures += 1
-            if self._failures & (self._failures - 1) == 0:
-                logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
-            return False
-        return True
+            drafted = self._failed(error)
+        if drafting and self._link is not None:
+            self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
+
+    def _failed(self, error: DeviceError) -> bool:
+        """False. A draft that fails costs drafts, not the server: the slots' old ones are for other lengths, so that
+        nobody takes them. Where the device itself is at its end, the target finds that too.
+        """
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
+        return False
 
     def _launch(self, batch: DraftBatch, stream: int) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
@@ -258,8 +253,8 @@ class EngineDraft(DraftSide):
             hidden_states=torch.zeros((rows, self.config.aux_width), dtype=self.kv_dtype, device=self.device),
             next_token_ids=ints(0, rows, torch.int32),
             accept_lens=ints(nodes, requests, torch.int32),
-            seq_lens=ints(1, requests, torch.int64),
             req_pool_indices=torch.arange(1, requests + 1, device=self.device),
+            seq_lens=ints(1, requests, torch.int64),
             out_cache_loc=ints(0, rows, torch.int64),
         )
         batch = self.translator.after_verify(verified, drafting=drafting)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import compat, hooks, metrics, options, step_choice
+from eaglex.hosts.sglang.copies import Copies
 from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.engine_draft import EngineDraft
 from eaglex.hosts.sglang.follower_draft import FollowerDraft
@@ -55,7 +56,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._states: VerifyStates | None = None
         self._stream = DraftStream(device)
         self._fence, self._events = Fence(), Events()
-        self._relayed_by_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._relayed_by_rows: dict[int, Copies] = {}
+        self._aux_width = self._draft_worker.config.aux_width
         self._draft_input, self._run_verify = compat.symbol("EagleDraftInput"), compat.symbol("run_eagle_verify")
         manager = compat.symbol("SchedulerWeightUpdaterManager")
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
@@ -98,16 +100,16 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         overlap.
         """
         self._draft_worker.check()
-        self._stream.join()
+        current = self._stream.join()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result, draft, inputs = self._prefill(batch)
         else:
             result, draft, inputs = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = self._events.recorded(self._stream.current.stream())
+        ready = self._events.recorded(current)
         self._fence.publish(ready)
-        self._stream.fork(Work(run=draft, ready=ready, inputs=inputs))
+        self._stream.fork(Work(draft, ready, inputs))
         if on_publish is None:  # the host waits for the lengths before it goes on
             self._stream.launch()
         return result
@@ -117,8 +119,11 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = self._relayed(result.next_token_ids)
+        hidden_states = result.logits_output.hidden_states
+        if hidden_states is None or hidden_states.shape[1] != self._aux_width:
+            raise self._not_captured(hidden_states)
         prefilled = Prefilled(
-            hidden_states=self._checked(result.logits_output.hidden_states),
+            hidden_states=hidden_states,
             input_ids=batch.input_ids,
             next_token_ids=result.next_token_ids,
             req_pool_indices=batch.req_pool_indices,
@@ -135,31 +140,36 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             self._draft_worker.draft_prefilled(prefilled, drafting, stream)
 
     def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[int], None], Any]:
-        self._set_steps(self._plan.verification(batch.seq_lens.shape[0]))
+        if self._states is not None:
+            self._set_steps(self._states, self._plan.verification(batch.seq_lens.shape[0]))
         batch.spec_info = self._draft_worker.draft(batch)
         result = self.verify(batch, grammar_barrier)
         result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
+        hidden_states = result.logits_output.hidden_states
+        if hidden_states is None or hidden_states.shape[1] != self._aux_width:
+            raise self._not_captured(hidden_states)
         verified = Verified(
-            self._checked(result.logits_output.hidden_states),
+            hidden_states,
             result.next_token_ids,
             result.accept_lens,
-            batch.seq_lens,
             batch.req_pool_indices,
+            batch.seq_lens,
             batch.out_cache_loc,
         )
         return result, functools.partial(self._draft_worker.draft_verified, verified, self._plan.drafting), verified
 
-    def _set_steps(self, steps: int) -> None:
+    def _set_steps(self, states: VerifyStates, steps: int) -> None:
         """What is verified from now on; the scheduler and its metrics read it here."""
-        if self._states is None or steps == self.speculative_num_steps:
+        if steps == self.speculative_num_steps:
             return
-        state = self._states.activate(steps)
+        state = states.activate(steps)
         for owner in (self, self._draft_worker):
             owner.speculative_num_steps, owner.speculative_num_draft_tokens = state.steps, state.nodes
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The host has the accept counts of one verification on the CPU; the same on all ranks, in the same order."""
-        self._plan.observe(num_correct_drafts_per_req, batch_size)
+        if self._states is not None:
+            self._plan.observe(num_correct_drafts_per_req, batch_size)
         if self._draft_worker.metrics is not None:
             self._draft_worker.metrics.paused(self._plan.paused_cycles)
 
@@ -181,24 +191,23 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             grammar_barrier=grammar_barrier,
         )
 
-    def _checked(self, hidden_states: Tensor | None) -> Tensor:
-        """The auxiliary hidden states, if they are as wide as the draft's `fc` reads them."""
-        width = self._draft_worker.config.aux_width
-        if hidden_states is None or hidden_states.shape[1] != width:
-            got = None if hidden_states is None else list(hidden_states.shape)
-            raise ConfigError(
-                f"hidden_states: expected [rows, {width}] of layers {list(self._draft_worker.output_ids)}, got {got}: "
-                "the target does not capture them all."
-            )
-        return hidden_states
+    def _not_captured(self, hidden_states: Tensor | None) -> ConfigError:
+        """The auxiliary hidden states are not as wide as the draft's `fc` reads them."""
+        got = None if hidden_states is None else list(hidden_states.shape)
+        return ConfigError(
+            f"hidden_states: expected [rows, {self._aux_width}] of layers {list(self._draft_worker.output_ids)}, got "
+            f"{got}: the target does not capture them all."
+        )
 
     def _relayed(self, bonus_tokens: Tensor) -> Any:
         """What the host carries to the next cycle: bonus tokens, and top-k columns that it slices and nobody reads."""
         rows = bonus_tokens.shape[0]
-        if rows not in self._relayed_by_rows:
-            self._relayed_by_rows[rows] = self._no_topk_p[:rows], self._no_topk_index[:rows]
-        topk_p, topk_index = self._relayed_by_rows[rows]
-        return self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
+        made = self._relayed_by_rows.get(rows)
+        if made is None:
+            topk_p, topk_index = self._no_topk_p[:rows], self._no_topk_index[:rows]
+            example = self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
+            made = self._relayed_by_rows[rows] = Copies(example)
+        return made.made("bonus_tokens", bonus_tokens)
 
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""

@@ -140,11 +140,14 @@ class DraftStream:
             done.record(self.stream)
             running.append((done, work))
 
-    def join(self) -> None:
-        """Make the current stream wait for the last draft; one that waits is enqueued first."""
-        self.launch()
+    def join(self) -> torch.cuda.Stream:
+        """Make the current stream, which is returned, wait for the last draft; one that waits is enqueued first."""
+        if self.pending is not None:
+            self.launch()
+        current = self.current.stream()
         if self.running:
-            self.current.stream().wait_event(self.running[-1][0])
+            current.wait_event(self.running[-1][0])
+        return current
 
     def drain(self) -> None:
         """Wait on the CPU until no draft runs: for a flush, a weight update, and before memory is given back."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,19 @@ from eaglex.engine import DraftBatch
 from eaglex.errors import ShapeError
 
 
-@dataclass(slots=True)
-class Verified:
+class Verified(NamedTuple):
     """What verification leaves, all on the device. A tree's accepted path stands at the front of its request's rows.
 
     hidden_states [B*N, A*Ht]; next_token_ids [B*N] int32, for each row the token after it; accept_lens [B] int32, bonus
-    token included; seq_lens [B] int64, before verification; req_pool_indices [B]; out_cache_loc [B*N], the KV slots
-    that verification wrote to.
+    token included; req_pool_indices [B]; seq_lens [B] int64, before verification; out_cache_loc [B*N], the KV slots
+    that verification wrote to. In the order in which RepeatedRun takes them.
     """
 
     hidden_states: Tensor
     next_token_ids: Tensor
     accept_lens: Tensor
-    seq_lens: Tensor
     req_pool_indices: Tensor
+    seq_lens: Tensor
     out_cache_loc: Tensor
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from eaglex.config import MaskMode
 from eaglex.engine import VerifyTensors
 from eaglex.hosts.sglang import compat
+from eaglex.hosts.sglang.copies import Copies
 from eaglex.repeated import RepeatedTree
 
 MODES = {  # TreeMaskMode of the host, by name
@@ -54,7 +55,7 @@ class Trees(Protocol):
 class VerifyBuffers:
     """Tensors of one verification: the engine's view of them, and what the host reads flat.
 
-    `repeated` is how they are filled again, once they have been filled.
+    `repeated` is how they are filled again, once they have been filled; `inputs` makes the host's own object of them.
     """
 
     tensors: VerifyTensors
@@ -62,6 +63,7 @@ class VerifyBuffers:
     draft_tokens: Tensor
     positions: Tensor
     repeated: RepeatedTree | None = None
+    inputs: Copies | None = None
 
     def fill(
         self, trees: Trees, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int
@@ -85,7 +87,7 @@ class VerifyPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: dict[tuple[int, int, int], tuple[VerifyBuffers, VerifyBuffers]] = {}
+        self._made: dict[tuple[int, int], tuple[VerifyBuffers, VerifyBuffers]] = {}
 
     def take(self, backend: Any, *, requests: int, nodes: int, seq_lens_sum: int | None) -> VerifyBuffers:
         """Buffers for B requests of N nodes, the mask where the host's attention backend wants it, as its own
@@ -97,9 +99,9 @@ class VerifyPool:
             total = requests * backend.max_context_len if seq_lens_sum is None else seq_lens_sum
             new = MaskPlace(MODES[mode.name], None, total)
             return allocate(new, requests=requests, nodes=nodes, device=self.device)
-        key = (requests, nodes, kept.buffer.data_ptr())
+        key = (requests, nodes)
         found = self._made.get(key)
-        if found is None:
+        if found is None or found[0].custom_mask is not kept.buffer:
             here = MaskPlace(MODES[kept.mode.name], kept.buffer)
             one, other = (allocate(here, requests=requests, nodes=nodes, device=self.device) for _ in range(2))
             found = (one, other)

@@ -1,16 +1,21 @@
 """Verification at several widths: an attention backend and CUDA graphs of the target for each number of steps.
 
 The host's EAGLE worker keeps such states for its adaptive steps; 0 steps verify a request's root alone, which is a
-plain decode. They are made here with the host's own classes, beside the state that the host itself has captured.
+plain decode (root_decode.py). They are made here with the host's own classes, beside the state that the host itself has
+captured.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from eaglex.hosts.sglang import compat
+from eaglex.hosts.sglang.root_decode import decode_roots
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class VerifyStates:
         workspace = runner.init_new_workspace
         try:
             attn_backend = runner._get_attention_backend(init_new_workspace=True)
+            decodes = nodes == 1 and decode_roots(attn_backend)
             graph_runner = None
             if graphs:
                 graph_runner = runner._decode_cuda_graph_runner_cls()(
@@ -64,6 +70,12 @@ class VerifyStates:
                 speculative_num_draft_tokens=self.active.nodes,
             )
         self._states[steps] = VerifyState(steps, nodes, attn_backend, graph_runner)
+        if nodes == 1:
+            logger.info(
+                "EAGLEX: a root alone is verified with %s's kernels for %s.",
+                type(attn_backend).__name__,
+                "decoding" if decodes else "verification",
+            )
         self.seconds += time.perf_counter() - started
 
     def activate(self, steps: int) -> VerifyState:

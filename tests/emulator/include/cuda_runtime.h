@@ -56,6 +56,9 @@ enum class Vote { kAll, kAny };
 void block_barrier();
 void warp_barrier();
 int block_vote(int value, Vote vote);
+// In a loop that polls: the other threads go on, and now and then so does whoever needs this processor, since what is
+// waited for may come from another process.
+void pause();
 
 // Of the block that runs.
 extern unsigned char* dynamic_shared;

@@ -19,7 +19,8 @@ enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
+enum { cudaSharedmemCarveoutMaxShared = 100 };
 inline constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
 inline constexpr unsigned cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2, cudaIpcMemLazyEnablePeerAccess = 1;
 struct cudaIpcMemHandle_t {
@@ -120,8 +121,19 @@ bool valid(const cudaLaunchConfig_t& config, const void* kernel);
 }  // namespace emulator
 
 template <typename... Params>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute, int value) {
-  emulator::shared_limit(reinterpret_cast<const void*>(kernel)) = static_cast<std::size_t>(value);
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
+    emulator::shared_limit(reinterpret_cast<const void*>(kernel)) = static_cast<std::size_t>(value);
+  return cudaSuccess;
+}
+
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+
+template <typename... Params>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Params...)) {
+  attributes->ptxVersion = 80;
   return cudaSuccess;
 }
 
