@@ -148,6 +148,22 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
   }
 }
 
+// fuse, and K and V, of more rows than a step has.
+void check_wide(Model& m, cudaStream_t stream, Verdict& verdict) {
+  for (const int rows : {65, 131, 192}) {
+    if (rows > stream::most_rows(m.plan.device, stream::Precision::kBf16)) continue;
+    m.set_lanes(rows);
+    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
+      if (rows == 131 && reduction == stream::Reduction::kLastArriver) continue;
+      m.plan.reduction = reduction;
+      poison(m, stream);
+      check_fuse(m, rows, stream, verdict);
+      if (m.qkv.tiles->precision == stream::Precision::kBf16) check_extend_qkv(m, rows, stream, verdict);
+    }
+    m.plan.reduction = stream::Reduction::kOwner;
+  }
+}
+
 std::size_t weight_bytes(const Shape& s, int bits) {
   const auto n = [bits](std::int64_t x) {
     return static_cast<std::size_t>(x * bits / 8 + (bits == 4 ? x / 128 * 2 : 0));
@@ -214,6 +230,7 @@ int run(const std::string& what, const std::string& precision) {
                   what == "small" ? std::vector<int>{1, 16, 64}
                                   : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64},
                   stream, verdict);
+      if (topk == 1) check_wide(m, stream, verdict);
       if (what == "check") {
         for (const int rows : {16, 64}) {
           m.set_lanes(rows / topk);
@@ -222,6 +239,12 @@ int run(const std::string& what, const std::string& precision) {
         }
       }
     }
+  }
+  if (what == "wide") {
+    Model m(odd, 1, type);
+    check_wide(m, stream, verdict);
+    std::printf("  wide alone: %d checks, %d wrong, worst %.2f\n", verdict.checks, verdict.wrong, verdict.worst);
+    check_model(m, {17, 33, 64}, stream, verdict);
   }
   if (what == "check") {
     for (const Shape& shape : {llama, oss}) {
@@ -249,6 +272,7 @@ int run(const std::string& what, const std::string& precision) {
 }  // namespace eaglex::bench
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   try {
     return eaglex::bench::run(argc > 1 ? argv[1] : "time", argc > 2 ? argv[2] : "bf16");
   } catch (const std::exception& error) {

@@ -28,6 +28,8 @@ __device__ __forceinline__ float2 turn_of(float angle) {
 
 struct QkvStep : PlainStep {
   static constexpr bool kNormed = true;
+  static constexpr bool kSliced = true;
+  static constexpr bool kWideRows = true;
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
@@ -181,7 +183,7 @@ struct QkvStep : PlainStep {
     for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int token = t * 8 + view.role.lane % 4 * 2 + i;
+        const int token = view.first_token + t * 8 + view.role.lane % 4 * 2 + i;
         if (token >= view.tokens) continue;
         const RowInfo& row = view.rows[token];
         float left = acc[t][i];

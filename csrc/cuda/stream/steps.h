@@ -2,8 +2,8 @@
 // allocated.
 //
 // A StreamPlan is made once; matrices come from `retile` in the order of a TileOrder; DraftBatch is the device's copy of
-// the parameter block (its address stays, its contents change from launch to launch). Rows of a launch are 1..64; a pass
-// of more is several launches (StreamPlan::first_row) or the plain kernels'.
+// the parameter block (its address stays, its contents change from launch to launch). Rows of a launch are 1..64, of
+// fuse and of K and V 1..most_rows(); a pass of more is several launches (StreamPlan::first_row) or the plain kernels'.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -54,6 +54,11 @@ struct StreamPlan {
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
 };
+
+// Whether products of more than 16 rows are wgmma's there.
+[[nodiscard]] bool has_wgmma(const DeviceLimits& device, Precision precision);
+// Rows that one launch of fuse, or of K and V, takes: more than 64 where their products are wgmma's.
+[[nodiscard]] int most_rows(const DeviceLimits& device, Precision precision);
 
 // Limits of the current device.
 [[nodiscard]] DeviceLimits current_device();
