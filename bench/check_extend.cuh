@@ -126,10 +126,11 @@ inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict&
     params.gather = false;
     if (!embedding_normed) params.input_layernorm = {};
     stream::launch_qkv(m.plan, params, m.context, m.batch.get(), stream);
+    const bool queries = tokens <= stream::kMaxTokens;  // more are an extend's K and V alone
     params.parts = QkvParts::kQuery;
     params.rows = {Pass::kExtendLast, 0, tokens};
     params.gather = true;
-    stream::launch_qkv(m.plan, params, m.context, m.batch.get(), stream);
+    if (queries) stream::launch_qkv(m.plan, params, m.context, m.batch.get(), stream);
     synchronize(stream);
     const Floats exact = plain_extend_qkv(m, tokens, embedding_normed, false);
     const Floats round = plain_extend_qkv(m, tokens, embedding_normed, true);
@@ -144,8 +145,10 @@ inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict&
     };
     const auto live = [](LaneStatus x) { return x == LaneStatus::kLive; };
     const auto kept = [](LaneStatus x) { return x != LaneStatus::kPadded; };
-    verdict.take("extend q", rows_where(floats_of(m.q, Model::size(tokens) * q), q, 0, q, live),
-                 [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, 0, q, live); });
+    if (queries) {
+      verdict.take("extend q", rows_where(floats_of(m.q, Model::size(tokens) * q), q, 0, q, live),
+                   [&](bool r) { return rows_where(r ? round : exact, q + 2 * kv, 0, q, live); });
+    }
     std::vector<std::int64_t> at;
     for (int t = 0; t < tokens; ++t) {
       at.push_back(table[Model::size(requests[Model::size(t)] * Model::kContext + before[Model::size(t)])]);
@@ -158,6 +161,7 @@ inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict&
     for (int t = 0; t < tokens; ++t) allowed += kept(status_of_lane(t));
     verdict.require(differing_rows(m.pool_k, old_k, kv) <= allowed && differing_rows(m.pool_v, old_v, kv) <= allowed,
                     "the pool beside the rows is untouched");
+    if (!queries) continue;
     const Floats residual = floats_of(m.residual, Model::size(tokens) * s.hidden);
     const Floats hidden = floats_of(m.hidden_in, Model::size(tokens) * s.hidden);
     const Floats gamma = floats_of(m.hidden_norm, Model::size(s.hidden));

@@ -72,7 +72,7 @@ inline Matrix make_matrix(const std::vector<int>& rows, int k, const stream::Til
 
 struct Model {
   static constexpr int kContext = 1024;  // positions of the prefix
-  static constexpr int kMaxRows = 64;
+  static constexpr int kMaxRows = stream::kMaxWideTokens;
   static constexpr int kSteps = 5;
   static constexpr int kNumAux = 3;
 

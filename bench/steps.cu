@@ -118,9 +118,7 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
   for (const int rows : sizes) {
     if (rows % topk != 0) continue;
     m.set_lanes(rows / topk);
-    for (const stream::Reduction reduction :
-         {stream::Reduction::kOwner, stream::Reduction::kOwnerByBulk, stream::Reduction::kLastArriver}) {
-      if (reduction == stream::Reduction::kOwnerByBulk && rows <= 16) continue;  // there it is the owner's
+    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
       m.plan.reduction = reduction;
       const int before = verdict.wrong;
       poison(m, stream);
@@ -143,10 +141,24 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {
         std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk,
-                    reduction == stream::Reduction::kLastArriver   ? "last arriver"
-                    : reduction == stream::Reduction::kOwnerByBulk ? "owner, bulk"
-                                                                   : "owner");
+                    reduction == stream::Reduction::kLastArriver ? "last arriver" : "owner");
       }
+    }
+    m.plan.reduction = stream::Reduction::kOwner;
+  }
+}
+
+// fuse, and K and V, of more rows than a step has.
+void check_wide(Model& m, cudaStream_t stream, Verdict& verdict) {
+  for (const int rows : {65, 131, 192}) {
+    if (rows > stream::most_rows(m.plan.device, stream::Precision::kBf16)) continue;
+    m.set_lanes(rows);
+    for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
+      if (rows == 131 && reduction == stream::Reduction::kLastArriver) continue;
+      m.plan.reduction = reduction;
+      poison(m, stream);
+      check_fuse(m, rows, stream, verdict);
+      if (m.qkv.tiles->precision == stream::Precision::kBf16) check_extend_qkv(m, rows, stream, verdict);
     }
     m.plan.reduction = stream::Reduction::kOwner;
   }
@@ -218,6 +230,7 @@ int run(const std::string& what, const std::string& precision) {
                   what == "small" ? std::vector<int>{1, 16, 64}
                                   : std::vector<int>{1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64},
                   stream, verdict);
+      if (topk == 1) check_wide(m, stream, verdict);
       if (what == "check") {
         for (const int rows : {16, 64}) {
           m.set_lanes(rows / topk);
@@ -226,6 +239,12 @@ int run(const std::string& what, const std::string& precision) {
         }
       }
     }
+  }
+  if (what == "wide") {
+    Model m(odd, 1, type);
+    check_wide(m, stream, verdict);
+    std::printf("  wide alone: %d checks, %d wrong, worst %.2f\n", verdict.checks, verdict.wrong, verdict.worst);
+    check_model(m, {17, 33, 64}, stream, verdict);
   }
   if (what == "check") {
     for (const Shape& shape : {llama, oss}) {
@@ -253,6 +272,7 @@ int run(const std::string& what, const std::string& precision) {
 }  // namespace eaglex::bench
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   try {
     return eaglex::bench::run(argc > 1 ? argv[1] : "time", argc > 2 ? argv[2] : "bf16");
   } catch (const std::exception& error) {

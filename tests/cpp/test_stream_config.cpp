@@ -84,9 +84,6 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
               shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
               what + ": the layout fits");
           require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
-          GemmProblem fewer = problem;
-          fewer.most_blocks = 100;
-          require(configure(fewer, device.limits).grid == 100, what + ": no more blocks than there is room for");
           if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
             require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
           }
@@ -103,6 +100,50 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
               std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
   }
   require(refused, "k = 100 is refused by name");
+}
+
+TEST_CASE("configure: more than 64 tokens have an SM for one block, and need wgmma") {
+  for (const NamedDevice& device : kDevices) {
+    if (device.limits.compute_capability != 90) continue;
+    for (const int tokens : {17, 33, 64, 65, 128, 129, 192}) {
+      GemmProblem fuse{4096, 3 * 4096, 1, tokens, true};
+      fuse.wgmma = true;
+      const GemmConfig config = configure(fuse, device.limits);
+      const std::string what = concat(device.name, ", ", tokens, " tokens");
+      const SharedLayout at = shared_layout(fuse, config.token_tiles, config.chunk_k, config.stages);
+      require(config.token_tiles * 8 >= tokens && config.tile_rows == 128 && config.chunk_k == 64, what + ": tiles");
+      require(config.in_slot == (tokens <= kMaxTokens), what + ": two blocks per SM, or one");
+      require(config.grid == device.limits.num_sms * (tokens <= kMaxTokens ? 2 : 1), what + ": all SMs");
+      require(config.stages >= (tokens <= kMaxTokens ? 4 : 5) && at.total <= config.shared_bytes, what + ": fits");
+      require(at.x % 1024 == 0 && at.gamma - at.x == config.stages * config.token_tiles * 8 * 128,
+              what + ": rows of 128 bytes, swizzled by eights");
+    }
+  }
+  require(!streamable({4096, 4096, 1, 65}), "65 tokens without");
+}
+
+// Lanes that read shared memory together: a quarter of a warp 16 bytes each, a half 8 bytes.
+TEST_CASE("bf16_unit: each unit once, and no bank twice") {
+  for (int half = 0; half < 2; ++half) {
+    std::vector<int> units;
+    for (int lane = 0; lane < 32; ++lane) {
+      units.push_back(bf16_unit(lane, half));
+      require(units.back() / 8 == lane / 8, "a quarter's 16-byte units are 128 bytes in a row");
+    }
+    std::sort(units.begin(), units.end());
+    for (int i = 0; i < 32; ++i) require(units[static_cast<std::size_t>(i)] == i, "each unit once");
+  }
+  for (int octet = 0; octet < 4; ++octet) {
+    for (int group = 0; group < 2; ++group) {
+      std::vector<int> banks;
+      for (int lane = 16 * group; lane < 16 * (group + 1); ++lane) {
+        const int q = lane % 4;
+        banks.push_back((bf16_unit(lane / 4 * 4 + octet, q / 2) * 16 + q % 2 * 8) % 128);
+      }
+      std::sort(banks.begin(), banks.end());
+      for (int i = 0; i < 16; ++i) require(banks[static_cast<std::size_t>(i)] == 8 * i, "16 lanes, 16 pairs of banks");
+    }
+  }
 }
 
 // Bits of bf16 for 2^-120 of the number that `byte` is in e4m3; what fp8_first and fp8_second must give.
@@ -208,7 +249,8 @@ TEST_CASE("attention_grid: every query row has a task") {
     for (int rows = 1; rows <= kMaxTokens; ++rows) {
       for (const int width : {1, 4, 16}) {
         const AttentionGrid grid = attention_grid(slots_of(device.limits), rows, width, 8, 8);
-        require(grid.lanes * grid.width >= rows && grid.packs * kPackedRows >= width * 8, "every query row has a task");
+        require(grid.tasks * grid.width >= rows * grid.packs * 8 && grid.packs * kPackedRows >= width * 8,
+                "every query row has a task");
         require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * slots_of(device.limits),
                 "split tasks fit their counters and parts");
         require(attention_blocks(device.limits, grid) <= slots_of(device.limits), "at most two blocks per SM");

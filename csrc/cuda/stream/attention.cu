@@ -125,8 +125,9 @@ __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBa
   keys.prefix = static_cast<int>(prefix < context.kv.max_context ? prefix : context.kv.max_context);
   keys.total = keys.prefix + (step ? args.rows.step * context.speculation.topk : 0);
   // The projections of this pass write the nodes of a step; the last rows' keys were written one launch earlier.
-  keys.settled = step                                  ? keys.total - context.speculation.topk
-                 : args.rows.pass == Pass::kExtendLast ? keys.total + kKeys
+  keys.settled = step                                                      ? keys.total - context.speculation.topk
+                 : args.rows.pass == Pass::kExtendLast && !args.last_fresh ? keys.total + kKeys
+                 : args.rows.pass == Pass::kExtendLast ? keys.total - load_past_l1(batch.num_valid + place.lane)
                                                        : 0;
   return keys;
 }
@@ -258,6 +259,7 @@ void launch_attention(const StreamPlan& plan, const AttentionParams& params, con
   args.grid = attention_grid(slots_of(plan.device), params.rows.max_rows, width, config.num_heads / config.num_kv_heads,
                              config.num_kv_heads);
   args.needed = plan.needed;
+  args.last_fresh = plan.last_queries;
   args.scale = 1.4426950408889634F / std::sqrt(static_cast<float>(config.head_dim));
   args.q = static_cast<const bf16*>(params.q);
   args.pool_k = static_cast<const bf16*>(plan.pool_k[params.layer]);

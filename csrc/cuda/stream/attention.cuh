@@ -16,7 +16,8 @@ struct AttentionArgs {
   const DraftBatch* batch;
   Rows rows;
   AttentionGrid grid;
-  float scale;  // log2(e) / √D
+  bool last_fresh;  // the kernel before writes the keys of Pass::kExtendLast's requests: StreamPlan::last_queries
+  float scale;      // log2(e) / √D
   const bf16* q;
   const bf16* pool_k;  // of the layer
   const bf16* pool_v;

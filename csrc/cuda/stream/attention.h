@@ -13,8 +13,7 @@ inline constexpr int kPackedRows = 16;  // query heads of one KV head, of all ro
 inline constexpr int kMaxSplits = 16;
 
 struct AttentionGrid {
-  int width = 1;  // rows of one lane, which share its prefix
-  int lanes = 0;
+  int width = 1;   // rows of one lane, which share its prefix
   int packs = 1;   // of 16 packed query rows per lane and KV head
   int tasks = 0;   // lanes · packs · kv_heads
   int splits = 1;  // parts of the keys of a task
@@ -26,9 +25,8 @@ struct AttentionGrid {
 [[nodiscard]] constexpr AttentionGrid attention_grid(int blocks, int rows, int width, int group, int kv_heads) {
   AttentionGrid grid;
   grid.width = width;
-  grid.lanes = (rows + width - 1) / width;
   grid.packs = (width * group + kPackedRows - 1) / kPackedRows;
-  grid.tasks = grid.lanes * grid.packs * kv_heads;
+  grid.tasks = (rows + width - 1) / width * grid.packs * kv_heads;
   float best = 1e30F;
   for (int splits = 1; splits <= kMaxSplits && (splits == 1 || grid.tasks * splits <= 4 * blocks); ++splits) {
     const int rounds = (grid.tasks * splits + blocks - 1) / blocks;

@@ -23,7 +23,8 @@ int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int bud
 
 bool streamable(const GemmProblem& problem) {
   return problem.rows > 0 && problem.k > 0 && problem.k % kKMultiple == 0 && problem.segments >= 1 &&
-         problem.segments <= kMaxSegments && problem.tokens >= 1 && problem.tokens <= kMaxTokens;
+         problem.segments <= kMaxSegments && problem.tokens >= 1 &&
+         problem.tokens <= (problem.wgmma ? kMaxWideTokens : kMaxTokens);
 }
 
 GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
@@ -31,28 +32,38 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   expect(problem.k > 0 && problem.k % kKMultiple == 0, ErrorCode::kConfig, "k", concat("a multiple of ", kKMultiple),
          problem.k);
   expect_range("segments", problem.segments, 1, kMaxSegments);
-  expect_range("tokens", problem.tokens, 1, kMaxTokens);
+  expect_range("tokens", problem.tokens, 1, problem.wgmma ? kMaxWideTokens : kMaxTokens);
 
   GemmConfig config;
-  config.token_tiles = problem.tokens <= 8 ? 1 : problem.tokens <= 16 ? 2 : problem.tokens <= 32 ? 4 : 8;
+  config.token_tiles = problem.tokens <= 8     ? 1
+                       : problem.tokens <= 16  ? 2
+                       : problem.tokens <= 32  ? 4
+                       : problem.tokens <= 64  ? 8
+                       : problem.tokens <= 128 ? 16
+                                               : 24;
   config.tile_rows = tile_rows_for(config.token_tiles);
   config.chunk_k = chunk_bytes(problem.weight_bits, config.token_tiles) * 8 / problem.weight_bits / config.tile_rows;
   config.row_tiles = (problem.rows + config.tile_rows - 1) / config.tile_rows;
   config.chunks_per_segment = (problem.k + config.chunk_k - 1) / config.chunk_k;
   const int units = config.row_tiles * problem.segments * config.chunks_per_segment;
 
-  const int slot = std::min(slot_bytes(device), device.shared_per_block);
+  const bool wide = problem.tokens > kMaxTokens;
+  const int slot = wide ? device.shared_per_block : std::min(slot_bytes(device), device.shared_per_block);
   config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, slot);
-  config.in_slot = config.stages >= kMinStages;
+  config.in_slot = !wide && config.stages >= kMinStages;
   if (!config.in_slot) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);
   expect(config.stages >= kMinStages, ErrorCode::kConfig, "shared_per_block",
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
   config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
-  if (problem.most_blocks > 0) config.grid = std::min(config.grid, problem.most_blocks);
   config.split = split_of(units, config.grid);
   config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
   return config;
+}
+
+bool sums_in_slices(const GemmProblem& problem, const GemmConfig& config) {
+  const int per_tile = problem.segments * config.chunks_per_segment;
+  return config.token_tiles >= 8 && per_tile >= (config.token_tiles > 8 ? 2 : 7) * config.split.share;
 }
 
 std::size_t partial_bytes(const GemmConfig& config, int segments) {

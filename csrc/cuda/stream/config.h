@@ -18,6 +18,7 @@
 namespace eaglex::stream {
 
 inline constexpr int kMaxTokens = 64;
+inline constexpr int kMaxWideTokens = 192;  // of a launch that multiplies with wgmma alone (wgmma.cuh)
 inline constexpr int kMaxSegments =
     8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
 inline constexpr int kMaxStages = 16;
@@ -33,7 +34,10 @@ inline constexpr int kPaddedRows = 128;    // storage is padded to this, with ze
 inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage, at most
 inline constexpr int kGroupBlocks = 4;     // K blocks whose inputs share a scale in INT4: 128 inputs
 
-inline constexpr int kSquares = 8 * kConsumerWarps;  // partial sums of squares: 8 tokens per warp
+// Partial sums of squares: 8 tokens per warp, or one for each token.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int num_squares(int tokens) {
+  return tokens > 8 * kConsumerWarps ? tokens : 8 * kConsumerWarps;
+}
 
 // How the weights of a matrix lie in its tiles.
 enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
@@ -63,7 +67,6 @@ enum class Precision : std::uint8_t { kBf16, kFp8, kInt4 };
 // How the parts of a tile that several blocks computed are summed; both in a fixed order.
 enum class Reduction : std::uint8_t {
   kOwner,        // the block with the tile's head waits for the others: needs the whole grid resident
-  kOwnerByBulk,  // the same, and from 17 tokens on parts come by bulk copies, several at once
   kLastArriver,  // whoever is last sums up: never waits, a little slower
 };
 
@@ -130,11 +133,11 @@ struct GemmProblem {
   int weight_bits = 16;
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
-  int most_blocks = 0;     // 0: as many as fit; fewer where a kernel before it still holds slots
+  bool wgmma = false;      // products of more than 16 tokens are wgmma's (wgmma.cuh)
 };
 
 struct GemmConfig {
-  int token_tiles = 0;  // n8 tiles: 1, 2, 4 or 8
+  int token_tiles = 0;  // n8 tiles: 1, 2, 4 or 8; 16 or 24 where one block has its SM for itself
   int tile_rows = 0;    // 64 or 128
   int chunk_k = 0;      // k values of a chunk
   int row_tiles = 0;
@@ -149,8 +152,12 @@ struct GemmConfig {
 // Throws ErrorCode::kConfig where the problem cannot be streamed at all.
 [[nodiscard]] GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device);
 
-// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64.
+// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64, or 1..192 with wgmma.
 [[nodiscard]] bool streamable(const GemmProblem& problem);
+
+// Whether all blocks of a shared tile sum up a slice of it (scatter.cuh) rather than its owner all. Measured on an H200:
+// worth the common wait from 7 blocks a tile on where tokens are more than 32, and always where they are more than 64.
+[[nodiscard]] bool sums_in_slices(const GemmProblem& problem, const GemmConfig& config);
 
 // Bytes of the partial sums that the blocks of one launch exchange.
 [[nodiscard]] std::size_t partial_bytes(const GemmConfig& config, int segments);
@@ -159,14 +166,14 @@ struct GemmConfig {
 
 // Offsets into dynamic shared memory.
 struct SharedLayout {
-  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit
+  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][8·token_tiles][64], swizzled, for wgmma
   int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;  // between the warps: halves of K, tiles of logits
-  int norms = 0;     // kSquares sums of squares, then [segments][tokens] 1 / rms
+  int norms = 0;     // num_squares() sums of squares, then [segments][tokens] 1 / rms
   int sources = 0;   // [segments][tokens] pointers to rows of x
   int row_info = 0;  // [tokens] of the epilogue's own type
   int state = 0;     // the epilogue's own
-  int barriers = 0;  // landed, full and empty per stage, then row_info, the block's flag, sums of others
+  int barriers = 0;  // landed, full and empty per stage, then row_info and the block's flag
   int total = 0;
 };
 
@@ -193,14 +200,14 @@ struct SharedLayout {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
   at.x = stages * stage_bytes(p.weight_bits, token_tiles);
-  at.gamma = at.x + stages * chunk_k * p.tokens * 2;
+  at.gamma = at.x + stages * chunk_k * (p.wgmma && token_tiles >= 4 ? tokens : p.tokens) * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(p.weight_bits, token_tiles), 16);
-  at.sources = at.norms + (p.normed ? (kSquares + p.segments * tokens) * 4 : 0);
+  at.sources = at.norms + (p.normed ? (num_squares(tokens) + p.segments * tokens) * 4 : 0);
   at.row_info = at.sources + p.segments * tokens * 8;
   at.state = at.row_info + align_up(p.row_info_bytes * tokens, 16);
   at.barriers = at.state + align_up(p.state_bytes * token_tiles, 16);
-  at.total = at.barriers + 8 * (3 * stages + 3);
+  at.total = at.barriers + 8 * (3 * stages + 2);
   return at;
 }
 

@@ -10,6 +10,8 @@ namespace {
 template <bool kWithNorm>
 struct FuseStep : PlainStep {
   static constexpr bool kNormed = kWithNorm;
+  static constexpr bool kSliced = true;
+  static constexpr bool kWideRows = true;
   static constexpr bool kLowBit = false;
   struct Params {
     EngineContext context;
@@ -42,7 +44,7 @@ struct FuseStep : PlainStep {
     for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = t * 8 + view.role.lane % 4 * 2 + i % 2;
+        const int token = view.first_token + t * 8 + view.role.lane % 4 * 2 + i % 2;
         const int at = row + i / 2 * 8;
         if (token < view.tokens && at < params.rows) {
           params.hidden[static_cast<std::int64_t>(token) * params.rows + at] = __float2bfloat16(acc[t][i]);

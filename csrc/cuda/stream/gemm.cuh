@@ -1,10 +1,11 @@
-// y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens; what x is and what becomes of y is the step's.
+// y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens (to 192 by wgmma.cuh); what x is and what becomes of
+// y is the step's.
 //
 // Callers: the launch_* functions. Bytes: N·K of weights once; x once per block and tile, from L2.
-// Mapping: one block per SM streams an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
+// Mapping: two blocks per SM stream an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
 // strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
 // in a fixed order.
-// RMSNorm is folded in: gamma goes onto x, the sum of squares comes from the tensor cores (x xᵀ, its diagonal), 1/rms
+// RMSNorm is folded in: gamma goes onto x (onto W by wgmma.cuh), the sum of squares comes from the tensor cores (x xᵀ, its diagonal), 1/rms
 // is applied to the sums, so nobody reads x twice and no kernel stands in between.
 #pragma once
 
@@ -12,15 +13,18 @@
 
 #include "cuda/stream/multiply.cuh"
 #include "cuda/stream/paired.cuh"
+#include "cuda/stream/scatter.cuh"
+#include "cuda/stream/wgmma.cuh"
 
 namespace eaglex::stream {
 
 template <class Weights, int kTokenTiles, class Step>
-class Consumer : TileSums<Weights, kTokenTiles, Step> {
-  using Base = TileSums<Weights, kTokenTiles, Step>;
+class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
+  using Base = SlicedSums<Weights, kTokenTiles, Step>;
   using Base::at_;
   using Base::kEarlyParts;
   using Base::kNormed;
+  using Base::kSliced;
   using Base::params_;
   using Base::per_tile_;
   using Base::ring_;
@@ -62,16 +66,58 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
         this->publish(this->slot(blockIdx.x, tile, segment),
                       acc);  // another segment follows: its sums have another 1/rms
       }
-      if (this->complete(tile, segment, piece_begin, piece_end, early, acc)) epilogue(tile, acc);
+      if (kSliced && this->sliced() && !whole(tile, first, last)) {
+        this->hand_over(tile, segment, acc);
+      } else if (this->complete(tile, segment, piece_begin, piece_end, early, acc)) {
+        epilogue(this->view_of(tile), acc);
+      }
+    }
+    if constexpr (kSliced) {
+      if (this->sliced()) sum_slices(first, last);
     }
     Step::template end<kTokenTiles>(params_, role_, shape_.tokens, shared_ + at_.state);
   }
 
  private:
+  // Whether all of the tile is this block's.
+  __device__ __forceinline__ bool whole(int tile, int first, int last) const {
+    return first <= tile * per_tile_ && (tile + 1) * per_tile_ <= last;
+  }
+
+  __device__ __forceinline__ void sum_slices(int first, int last) {
+#pragma unroll 1
+    for (int tile = first / per_tile_; tile * per_tile_ < last; ++tile) {
+      if (whole(tile, first, last)) continue;
+      this->sum_slice(tile, [&](int first_token, int strip, float (&acc)[1][4]) {
+        auto view = this->view_of(tile);
+        view.role.strip = strip;
+        view.first_token = first_token;
+        epilogue(view, acc);
+      });
+    }
+  }
+
+  // The same sums by wgmma.
+  __device__ __forceinline__ void accumulate_wide(int chunks, RingPosition& at, float (&acc)[kTokenTiles][4]) {
+    using Wide = WideMultiplier<Weights, kTokenTiles, kNormed>;
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
+    float squares[Wide::kSquareTiles][4] = {};
+    const Wide multiply(ring_, shared_, at_, role_);
+    multiply.add_chunks(chunks, at, acc, squares);
+    if constexpr (kNormed) {
+      consumer_barrier();  // whoever read `squares` before is done
+      multiply.store_squares(squares, this->squares());
+      consumer_barrier();
+    }
+  }
+
   // Sums of chunks [unit, end) of one segment, over both halves of k (in the warps of half 0).
   __device__ __forceinline__ void accumulate(int unit, int end, int segment, RingPosition& at,
                                              float (&acc)[kTokenTiles][4]) {
-    if constexpr (kPaired) {
+    if constexpr (G::kWide) {
+      accumulate_wide(end - unit, at, acc);
+    } else if constexpr (kPaired) {
       accumulate_pairs(unit, end, segment, at, acc);
     } else {
       accumulate_strip(unit, end, segment, at, acc);
@@ -139,23 +185,23 @@ class Consumer : TileSums<Weights, kTokenTiles, Step> {
     return shape_.row_scales + (shape_.first_row_tile + tile) * G::kTileRows + role_.strip * kStripRows;
   }
 
-  __device__ __forceinline__ void epilogue(int tile, float (&acc)[kTokenTiles][4]) {
+  template <int kTiles>
+  __device__ __forceinline__ void epilogue(const TileView<typename Step::RowInfo>& view, float (&acc)[kTiles][4]) {
     mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there; passes at once ever after
     if (Multiply::kRestLow != 1 && role_.half == 0) {
       constexpr float kLow = Multiply::kRestLow;
       constexpr float kHigh = Multiply::kRestHigh;
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t)
-        acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
+      for (int t = 0; t < kTiles; ++t) acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
     }
     if (Weights::kRowScales && role_.half == 0) {
-      const float* const scales = row_scales(tile) + this->opaque_lane() / 4;
+      const float* const scales = shape_.row_scales + view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
       const float low = __ldg(scales);
       const float high = __ldg(scales + 8);
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) acc[t][0] *= low, acc[t][1] *= low, acc[t][2] *= high, acc[t][3] *= high;
+      for (int t = 0; t < kTiles; ++t) acc[t][0] *= low, acc[t][1] *= low, acc[t][2] *= high, acc[t][3] *= high;
     }
-    Step::template tile<kTokenTiles>(params_, this->view_of(tile), acc);
+    Step::template tile<kTiles>(params_, view, acc);
   }
 };
 
@@ -166,12 +212,10 @@ __device__ __forceinline__ void begin_barrier() {
 }
 
 template <class Weights, int kTokenTiles, class Step>
-__global__ void __launch_bounds__(kThreads, 2)
-    stream_gemm(const __grid_constant__ GemmShape shape, const __grid_constant__ SharedLayout at,
-                const __grid_constant__ typename Step::Params params) {
-#if EAGLEX_STREAM_KERNELS
+__device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLayout& at,
+                                          const typename Step::Params& params) {
   using G = Geometry<Weights, kTokenTiles>;
-  extern __shared__ __align__(128) std::byte shared[];
+  extern __shared__ __align__(1024) std::byte shared[];
   if (shape.release == Release::kAtOnce) release_dependents();
   if (is_idle(shape.needed)) {
     wait_for_producers();
@@ -188,8 +232,9 @@ __global__ void __launch_bounds__(kThreads, 2)
                   barriers + 8 * shape.stages,
                   barriers + 16 * shape.stages,
                   shape.stages,
-                  G::kChunkK * shape.tokens * 2};
+                  G::kChunkK * (G::kWide ? G::kTokens : shape.tokens) * 2};
   const std::uint32_t rows_ready = barriers + 24 * shape.stages;
+  constexpr bool kAllLocate = kTokenTiles > 8;  // more rows than one warp finds in time
   const int first = shape.split.first(blockIdx.x);
   const int last = shape.split.first(blockIdx.x + 1);
   int issued = 0;  // chunks, by the thread that issues them
@@ -199,8 +244,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       mbar_init(ring.full + 8 * stage, 32);
       mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
     }
-    mbar_init(rows_ready, 1);
-    mbar_init(rows_ready + 16, 1);  // TileSums::add_staged
+    mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
     mbar_init_fence();
     issued = fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
   }
@@ -217,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (locates && shape.release == Release::kAfterWait) release_dependents();
       idle = is_idle(shape.needed_late);
     }
-    if (!locates) continue;
+    if (kAllLocate || !locates) continue;
     auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
     for (int token = lane; token < shape.tokens; token += 32)
       Step::locate(params, token, sources + token, G::kTokens, rows + token);
@@ -225,7 +269,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (locates) {
     if (idle) return;
-    if (lane == 0) mbar_arrive(rows_ready);
+    if (!kAllLocate && lane == 0) mbar_arrive(rows_ready);
+    if (kAllLocate) mbar_wait(rows_ready, 0);
     produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
     Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -237,7 +282,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, issued, first, last);
   }
   if (idle) return;
+  if constexpr (kAllLocate) {
+    const int token = static_cast<int>(threadIdx.x);
+    auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
+    if (token < shape.tokens) Step::locate(params, token, sources + token, G::kTokens, rows + token);
+    mbar_arrive(rows_ready);
+  }
   Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();
+}
+
+// More than 64 tokens leave no room for a second block on the SM, and only wgmma has use for them.
+template <class Weights, int kTokenTiles, class Step>
+__global__ void __launch_bounds__(kThreads, kTokenTiles > 8 ? 1 : 2)
+    stream_gemm(const __grid_constant__ GemmShape shape, const __grid_constant__ SharedLayout at,
+                const __grid_constant__ typename Step::Params params) {
+#if EAGLEX_STREAM_KERNELS
+  if constexpr (kTokenTiles <= 8 || kWgmma) run_block<Weights, kTokenTiles, Step>(shape, at, params);
 #endif
 }
 

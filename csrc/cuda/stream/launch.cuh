@@ -43,8 +43,7 @@ template <class Step>
           Step::kNormed,
           bits_of(tiles.precision),
           static_cast<int>(sizeof(typename Step::RowInfo)),
-          Step::kStateBytes,
-          0};
+          Step::kStateBytes};
 }
 
 // Blocks of `kernel` that an SM of the current device holds. Asked once per kernel, size and number of SMs: the driver
@@ -86,8 +85,15 @@ void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmCon
       return launch_tiled<Weights, 2, Step>(plan, problem, config, shape, params, stream);
     case 4:
       return launch_tiled<Weights, 4, Step>(plan, problem, config, shape, params, stream);
-    default:
+    case 8:
       return launch_tiled<Weights, 8, Step>(plan, problem, config, shape, params, stream);
+    default:
+      if constexpr (Step::kWideRows && Weights::kBits == 16) {
+        if (config.token_tiles == 16)
+          return launch_tiled<Weights, 16, Step>(plan, problem, config, shape, params, stream);
+        return launch_tiled<Weights, 24, Step>(plan, problem, config, shape, params, stream);
+      }
+      fail(ErrorCode::kConfig, "tokens: expected at most ", kMaxTokens, ", got ", problem.tokens);
   }
 }
 
@@ -97,7 +103,7 @@ template <class Step>
 int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
                 const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
-  if (plan.free_slots > 0) covered.most_blocks = plan.free_slots;
+  covered.wgmma = has_wgmma(plan.device, tiles.precision);
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
   const GemmConfig config = configure(covered, plan.device);
@@ -114,12 +120,13 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.segments = problem.segments;
   shape.tokens = problem.tokens;
   shape.first_row_tile = first_row / tile_rows;
-  shape.row_tiles = config.row_tiles;
   shape.chunks_per_segment = config.chunks_per_segment;
   shape.stages = config.stages;
   shape.split = config.split;
   shape.reduction = plan.reduction;
   if (tiles.precision == Precision::kInt4) shape.fill_ns = kFillNsInt4;
+  if (config.token_tiles > 8) shape.in_flight = kInFlightAlone;
+  shape.scatter = plan.reduction == Reduction::kOwner && sums_in_slices(problem, config);
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;
@@ -164,7 +171,9 @@ struct PlainStep {
   struct RowInfo {};
   __device__ static bool rehearses(const auto&) { return false; }
   static constexpr int kStateBytes = 0;
-  static constexpr bool kLowBit = true;  // its matrix may be FP8 or INT4
+  static constexpr bool kSliced = false;    // blocks that share a tile may finish parts of it (scatter.cuh)
+  static constexpr bool kWideRows = false;  // launches of more than 64 rows come
+  static constexpr bool kLowBit = true;     // its matrix may be FP8 or INT4
   template <int kTokenTiles>
   __device__ static void begin(std::byte*) {}
   template <int kTokenTiles>

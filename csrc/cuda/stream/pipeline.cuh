@@ -20,6 +20,7 @@ enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 // So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
 // front of the memory, and what a step needs beside its weights would wait behind them.
 inline constexpr int kInFlight = 2;
+inline constexpr int kInFlightAlone = 4;  // where one block has its SM for itself
 // That holds for the first round too: whole rings of all blocks at once, 29 MB, would stand for 6 µs in front of what
 // the kernel before needs for its end. But nobody knows when that has ended, and no warp of the block can wait for it
 // while one fills the ring: so after this time the rest of the round is left for later.
@@ -38,14 +39,14 @@ struct GemmShape {
   int segments = 1;
   int tokens = 0;
   int first_row_tile = 0;
-  int row_tiles = 0;
   int chunks_per_segment = 0;
   int stages = 0;
   Split split;
   Reduction reduction = Reduction::kOwner;
+  bool scatter = false;  // scatter.cuh
   float eps = 0;
   float4* partials = nullptr;         // partial_bytes()
-  std::uint32_t* counters = nullptr;  // [row_tiles], zero between launches
+  std::uint32_t* counters = nullptr;  // [row tiles], zero between launches
   Release release = Release::kAtOnce;
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
@@ -65,6 +66,7 @@ struct Geometry {
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
   static constexpr int kTokens = 8 * kTokenTiles;
   static constexpr int kRowBlocks = kTileRows / kBlockRows;
+  static constexpr bool kWide = kWgmma && Weights::kBits == 16 && kTokenTiles >= 4;  // wgmma.cuh
   static_assert(kWarpKBlocks * kHalves == kKBlocks && kRowWarps * kHalves == kConsumerWarps);
 };
 
@@ -97,7 +99,7 @@ struct Ring {
   std::uint32_t full;    // its activations are there
   std::uint32_t empty;   // everybody has read it
   int stages;
-  int x_bytes;  // of a stage: chunk_k · tokens · 2
+  int x_bytes;  // of a stage
 };
 
 // Position in the ring. A producer starts one round ahead: its first waits for an empty stage return at once.
@@ -210,7 +212,11 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
   const int token = lane / kPieces;
   const int piece = lane % kPieces;
   const int last_pieces = (shape.k / kKBlock - (shape.chunks_per_segment - 1) * G::kKBlocks) * 4;
-  const std::uint32_t to = ring.x + ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16;
+  // wgmma's 128-byte swizzle: a row's 64 k are 128 bytes, unit u of 16 stands at u ^ row % 8.
+  constexpr int kRowBytes = G::kWide ? 128 : 64;
+  static_assert(!G::kWide || (kPasses == 1 && kTokensAtOnce == 4));
+  const std::uint32_t to = ring.x + (G::kWide ? token * 128 + (piece ^ token) * 16
+                                              : ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16);
   const bf16* rows[kCopies];
   int segment = -1;
   RingPosition at(kProducer);
@@ -233,7 +239,8 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
           if (token + i * kTokensAtOnce < shape.tokens)
-            cp_async_16(pass_to + i * kTokensAtOnce * 64, rows[i] + offset + pass * kPieces * 8);
+            cp_async_16((G::kWide ? pass_to ^ i % 2 * 64 : pass_to) + i * kTokensAtOnce * kRowBytes,
+                        rows[i] + offset + pass * kPieces * 8);
         }
       }
     }

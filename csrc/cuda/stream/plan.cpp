@@ -37,8 +37,8 @@ bool wants_pdl() {
 }
 
 Reduction wanted_reduction() {
-  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kOwnerByBulk, Reduction::kLastArriver};
-  return kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "bulk", "last"})];
+  constexpr Reduction kReductions[] = {Reduction::kOwner, Reduction::kLastArriver};
+  return kReductions[choice_of("EAGLEX_STREAM_REDUCTION", {"owner", "last"})];
 }
 
 // Under MPS, with a share of the card or not, other processes' kernels may hold the slots that a waiting block needs.
@@ -53,13 +53,16 @@ bool under_mps() {
   return enabled != 0 || std::getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") != nullptr;
 }
 
-// The most that any launch exchanges: 64 tokens, tiles of 128 rows.
+// The most that any launch exchanges: 64 tokens, tiles of 128 rows, or as many tokens as fit one block per SM.
 std::size_t most_partial_bytes(const DeviceLimits& device, const StreamNeeds& needs) {
   GemmConfig largest;
   largest.tile_rows = tile_rows_for(kMaxTokens / 8);
   largest.token_tiles = kMaxTokens / 8;
   largest.grid = slots_of(device);
-  return partial_bytes(largest, needs.max_segments);
+  GemmConfig wide = largest;
+  wide.token_tiles = most_rows(device, Precision::kBf16) / 8;
+  wide.grid = device.num_sms;
+  return std::max(partial_bytes(largest, needs.max_segments), partial_bytes(wide, needs.max_segments));
 }
 
 StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace& workspace) {
@@ -80,6 +83,19 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
 }
 
 }  // namespace
+
+bool has_wgmma(const DeviceLimits& device, Precision precision) {
+#if defined(EAGLEX_WITH_WGMMA)
+  constexpr bool kCompiled = true;
+#else
+  constexpr bool kCompiled = false;
+#endif
+  return kCompiled && device.compute_capability == 90 && precision == Precision::kBf16;
+}
+
+int most_rows(const DeviceLimits& device, Precision precision) {
+  return has_wgmma(device, precision) ? kMaxWideTokens : kMaxTokens;
+}
 
 void check_switches() {
   static_cast<void>(wants_pdl());

@@ -8,6 +8,7 @@ namespace {
 
 struct ProjectionStep : PlainStep {
   static constexpr bool kNormed = false;
+  static constexpr bool kSliced = true;
   struct Params {
     const bf16* x;
     const bf16* residual;
@@ -39,7 +40,7 @@ struct ProjectionStep : PlainStep {
     for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = t * 8 + view.role.lane % 4 * 2 + i % 2;
+        const int token = view.first_token + t * 8 + view.role.lane % 4 * 2 + i % 2;
         const int at = row + i / 2 * 8;
         if (token >= view.tokens || at >= params.rows) continue;
         const std::int64_t index = static_cast<std::int64_t>(token) * params.rows + at;

@@ -16,6 +16,13 @@
 
 namespace eaglex::stream {
 
+// Whether this compilation has Hopper's warpgroup products: they are in sm_90a alone.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+inline constexpr bool kWgmma = true;
+#else
+inline constexpr bool kWgmma = false;
+#endif
+
 inline constexpr std::uint64_t kDeadlineNs = 2'000'000'000;  // no wait inside a kernel outlives this
 
 __device__ __forceinline__ std::uint64_t now_ns() {
@@ -60,9 +67,9 @@ __device__ __forceinline__ void mbar_init_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Between what threads have read and written and bulk copies of the same memory.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async;" ::: "memory");
+// Between what threads have read and written of the block's shared memory and the tensor cores' or bulk copies' reads.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbar_arrive(std::uint32_t bar) {

@@ -28,6 +28,8 @@ __device__ __forceinline__ float2 turn_of(float angle) {
 
 struct QkvStep : PlainStep {
   static constexpr bool kNormed = true;
+  static constexpr bool kSliced = true;
+  static constexpr bool kWideRows = true;
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
@@ -45,7 +47,8 @@ struct QkvStep : PlainStep {
     const bf16* idle_row;
     const float* inv_freq;
     bf16* q;
-    bf16* residual;  // null: not wanted
+    bf16* residual;     // null: not wanted
+    bool last_queries;  // StreamPlan's
     bf16* scratch_k;
     bf16* scratch_v;
     bf16* pool_k;  // of the layer
@@ -53,7 +56,8 @@ struct QkvStep : PlainStep {
   };
   struct RowInfo {
     float position;
-    bf16* k;  // null: nothing to be written
+    int query;  // row of q; negative: not wanted
+    bf16* k;    // null: nothing to be written
     bf16* v;
   };
 
@@ -69,7 +73,7 @@ struct QkvStep : PlainStep {
     const int hidden_size = context.config.hidden_size;
     const bf16* embedding = params.idle_row;
     const bf16* hidden = params.idle_row;
-    *info = {static_cast<float>(place.position), nullptr, nullptr};
+    *info = {static_cast<float>(place.position), query_of(params, place, token), nullptr, nullptr};
     if (place.live) {
       const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? found.token : batch.input_ids[place.source];
       if (params.has_embedding) embedding = params.embed_tokens + id * hidden_size;
@@ -78,6 +82,14 @@ struct QkvStep : PlainStep {
     }
     if (params.has_embedding) source[0] = embedding;
     source[params.has_embedding ? stride : 0] = hidden;
+  }
+
+  // Where a row's query and residual go.
+  __device__ static int query_of(const Params& params, const RowPlace& place, int token) {
+    if (!params.last_queries) return token;
+    const DraftBatch& batch = *params.batch;
+    if (!place.live || status_of(params.context, place.lane) != LaneStatus::kLive) return -1;
+    return token == batch.row_start[place.lane] + batch.num_valid[place.lane] - 1 ? place.lane : -1;
   }
 
   __device__ static void find_kv(const Params& params, const DraftBatch& batch, const RowPlace& place, int token,
@@ -105,8 +117,13 @@ struct QkvStep : PlainStep {
     const int size = params.context.config.hidden_size;
     const bf16* const* const hidden = sources + (params.has_embedding ? 8 * kTokenTiles : 0);
     for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
+      const int row =
+          !params.last_queries
+              ? token
+              : query_of(params, eaglex::locate(params.context, *params.batch, params.rows_of_pass, token), token);
+      if (row < 0) continue;
       const uint4* const from = reinterpret_cast<const uint4*>(hidden[token]);
-      uint4* const to = reinterpret_cast<uint4*>(params.residual + static_cast<std::int64_t>(token) * size);
+      uint4* const to = reinterpret_cast<uint4*>(params.residual + static_cast<std::int64_t>(row) * size);
       float norm = 1;
       if (params.normed_residual) {
         float sum = 0;
@@ -139,6 +156,14 @@ struct QkvStep : PlainStep {
     return isfinite(__bfloat162float(rounded)) ? rounded : __float2bfloat16(0.0F);
   }
 
+  // Before the block waits for the sums of others.
+  template <int kTokenTiles>
+  __device__ static __forceinline__ void touch_inputs(const Params& params, const TileView<RowInfo>& view) {
+    if (view.role.half != 0 || view.role.lane != 0) return;
+    const int dim = (view.tile_row + view.role.strip * kStripRows) % params.context.config.head_dim;
+    if (dim < params.context.config.rotary_dim) touch(params.inv_freq + dim / 2);  // 8 of them are one sector
+  }
+
   template <int kTokenTiles>
   __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
                                               const float (&acc)[kTokenTiles][4]) {
@@ -158,7 +183,7 @@ struct QkvStep : PlainStep {
     for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int token = t * 8 + view.role.lane % 4 * 2 + i;
+        const int token = view.first_token + t * 8 + view.role.lane % 4 * 2 + i;
         if (token >= view.tokens) continue;
         const RowInfo& row = view.rows[token];
         float left = acc[t][i];
@@ -172,7 +197,8 @@ struct QkvStep : PlainStep {
           right = right * cosine + old * sine;
         }
         if (is_query) {
-          bf16* const to = params.q + static_cast<std::int64_t>(token) * config.q_size();
+          if (row.query < 0) continue;
+          bf16* const to = params.q + static_cast<std::int64_t>(row.query) * config.q_size();
           to[low] = __float2bfloat16(left);
           to[high] = __float2bfloat16(right);
         } else if (bf16* const to = is_key ? row.k : row.v; to != nullptr) {
@@ -222,6 +248,7 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.idle_row = static_cast<const bf16*>(plan.idle_row);
   step.inv_freq = params.inv_freq;
   step.q = static_cast<bf16*>(params.q);
+  step.last_queries = plan.last_queries;
   step.residual = queries ? static_cast<bf16*>(params.residual) : nullptr;
   step.scratch_k = static_cast<bf16*>(params.scratch_k);
   step.scratch_v = static_cast<bf16*>(params.scratch_v);

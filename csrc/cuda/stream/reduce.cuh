@@ -31,19 +31,17 @@ struct TileView {
   const RowInfo* rows;  // shared memory, [tokens]
   float* exchange;      // shared memory, exchange_bytes()
   std::byte* state;     // shared memory, the step's own
+  int first_token = 0;  // acc[0] is of tokens from here on
 };
 template <class Weights, int kTokenTiles, class Step>
 class TileSums {
  protected:
   using G = Geometry<Weights, kTokenTiles>;
   static constexpr bool kNormed = Step::kNormed;
-  static constexpr int kLaneSums = G::kRowWarps * 32;  // float4 of one n8 tile in a slot
-  static constexpr int kSlot = kTokenTiles * kLaneSums + kTokenTiles * 2;
+  static constexpr int kLaneSums = G::kRowWarps * 32;         // float4 of one n8 tile in a slot
+  static constexpr int kTokenSums = kTokenTiles * kLaneSums;  // behind them the tokens' squares
+  static constexpr int kSlot = kTokenSums + kTokenTiles * 2;
   static constexpr int kEarlyParts = kTokenTiles == 1 ? 2 : 0;  // more tokens leave no registers for them
-
-  static constexpr int kPartBytes =
-      kTokenTiles * kLaneSums * static_cast<int>(sizeof(float4));  // a slot without squares
-  static constexpr bool kStaged = kTokenTiles >= 4;
 
   // Parts of others for the block's last tile, read before its own is computed.
   struct Early {
@@ -70,7 +68,7 @@ class TileSums {
 
   __device__ __forceinline__ float4* exchange() const { return reinterpret_cast<float4*>(shared_ + at_.exchange); }
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(shared_ + at_.norms); }
-  __device__ __forceinline__ float* norms() const { return squares() + kSquares; }
+  __device__ __forceinline__ float* norms() const { return squares() + num_squares(G::kTokens); }
 
   __device__ __forceinline__ void merge_halves(float (&acc)[kTokenTiles][4], const float (&lane_squares)[4]) {
     if constexpr (G::kHalves == 1 && !kNormed) return;
@@ -105,7 +103,7 @@ class TileSums {
   __device__ __forceinline__ float own_squares(int token) const {
     float sum = squares()[token];
 #pragma unroll
-    for (int part = 1; part < kSquares / G::kTokens; ++part) sum += squares()[part * G::kTokens + token];
+    for (int part = 1; part < num_squares(G::kTokens) / G::kTokens; ++part) sum += squares()[part * G::kTokens + token];
     return sum;
   }
 
@@ -181,18 +179,12 @@ class TileSums {
       } else {
         Step::template touch_inputs<kTokenTiles>(params_, view_of(tile));
         if (threadIdx.x == 0) *flag = wait_for(counter, last - first);
-        if (kStaged && shape_.segments > 1) __threadfence();  // own sums of earlier segments come back by bulk copies
         consumer_barrier();
         valid = *flag != 0;
       }
     }
     if (whole && shape_.segments == 1 && !kNormed) return true;
-    if (kStaged && shape_.reduction == Reduction::kOwnerByBulk && !whole && in_registers >= 0 &&
-        at_.gamma >= kPartBytes) {
-      add_staged(tile, first, last, in_registers, acc);
-    } else {
-      add_parts(tile, first, last, in_registers, acc);
-    }
+    add_parts(tile, first, last, in_registers, acc);
     if (!valid) {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = __int_as_float(0x7FFFFFFF);
@@ -261,6 +253,12 @@ class TileSums {
   // draft, not the server: `failed` tells the host, and the NaN that follows becomes "no draft". Its counter keeps a rest,
   // so what comes before the host has cleared it (FastChain::check) is void as well.
   __device__ bool wait_for(std::uint32_t* counter, int count) const {
+    if (!wait_until(counter, count)) return false;
+    *reinterpret_cast<volatile std::uint32_t*>(counter) = 0;
+    return true;
+  }
+
+  __device__ bool wait_until(const std::uint32_t* counter, int count) const {
     const std::uint64_t start = now_ns();
     std::uint32_t polls = 0;
 #pragma unroll 1
@@ -274,7 +272,6 @@ class TileSums {
         return false;
       }
     }
-    *reinterpret_cast<volatile std::uint32_t*>(counter) = 0;
     return true;
   }
 
@@ -333,64 +330,6 @@ class TileSums {
     }
   }
 
-  // add_parts of the owner, where parts are large: several come at once by bulk copies into the ring, which is free by
-  // then, instead of one after the other through registers. The same sums in the same order.
-  __device__ __forceinline__ void add_staged(int tile, int first, int last, int in_registers,
-                                             float (&acc)[kTokenTiles][4]) {
-    const int room = at_.gamma / kPartBytes;  // weights and activations lie in front of it
-    const std::uint32_t bar = ring_.empty + 8 * ring_.stages + 16;
-    // Segments in the order of summing: the one in registers first.
-    const auto segment_at = [&](int i) { return i == 0 ? in_registers : i <= in_registers ? i - 1 : i; };
-    // On to a part that is there; false behind the last.
-    const auto find = [&](int& i, int& block) {
-      for (; i < shape_.segments; ++i, block = first) {
-        for (; block <= last; ++block) {
-          if (published(block, last, tile, segment_at(i), in_registers)) return true;
-        }
-      }
-      return false;
-    };
-    int next = 0;
-    int block = first;
-    const auto fetch = [&] {
-      if (threadIdx.x != 0) return;
-      int count = 0;
-      for (int i = next, b = block; count < room && find(i, b); ++b) ++count;
-      fence_async_proxy();
-      mbar_arrive_expect(bar, count * kPartBytes);
-      const std::uint64_t policy = evict_first_policy();
-      for (int i = next, b = block, n = 0; n < count; ++b, ++n) {
-        find(i, b);
-        bulk_copy(ring_.weights + n * kPartBytes, slot(b, tile, segment_at(i)), kPartBytes, bar, policy);
-      }
-    };
-    fetch();
-    find_norms(tile, first, last, in_registers);
-    const int lane = opaque_lane();
-    bool scaled = false;
-    for (std::uint32_t phase = 0; find(next, block); phase ^= 1) {
-      mbar_wait(bar, phase);
-      const float4* part = reinterpret_cast<const float4*>(shared_) + role_.strip * 32 + lane;
-#pragma unroll 1
-      for (int n = 0; n < room && find(next, block); ++n, ++block, part += kTokenTiles * kLaneSums) {
-        const int segment = segment_at(next);
-        if (!scaled && segment != in_registers) scale(in_registers, lane, acc), scaled = true;
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-          const float4 x = part[t * kLaneSums];
-          const float2 norm = kNormed && segment != in_registers ? norm_of(segment, t, lane) : make_float2(1.0F, 1.0F);
-          acc[t][0] = fmaf(norm.x, x.x, acc[t][0]), acc[t][1] = fmaf(norm.y, x.y, acc[t][1]);
-          acc[t][2] = fmaf(norm.x, x.z, acc[t][2]), acc[t][3] = fmaf(norm.y, x.w, acc[t][3]);
-        }
-      }
-      consumer_barrier();  // the next batch lies where this one did
-      int i = next;
-      int b = block;
-      if (find(i, b)) fetch();
-    }
-    if (!scaled) scale(in_registers, lane, acc);
-  }
-
   __device__ __forceinline__ float2 norm_of(int segment, int t, int lane) const {
     return *reinterpret_cast<const float2*>(norms() + segment * G::kTokens + t * 8 + lane % 4 * 2);
   }
@@ -405,23 +344,35 @@ class TileSums {
   __device__ __forceinline__ void add_published(int tile, int first, int last, int segment, int in_registers, int lane,
                                                 float (&acc)[kTokenTiles][4]) {
     constexpr int kAtOnce = kTokenTiles == 1 ? 4 : kTokenTiles == 2 ? 2 : 1;
+    constexpr int kGroup = kTokenTiles < 8 ? kTokenTiles : 8;
+#pragma unroll
+    for (int group = 0; group < kTokenTiles; group += kGroup)
+      add_group<kAtOnce, kGroup>(tile, first, last, segment, in_registers, lane, group, acc);
+  }
+
+  // The same of kGroup tiles of 8 tokens from `group` on.
+  template <int kAtOnce, int kGroup>
+  __device__ __forceinline__ void add_group(int tile, int first, int last, int segment, int in_registers, int lane,
+                                            int group, float (&acc)[kTokenTiles][4]) {
     for (int base = first; base <= last; base += kAtOnce) {
-      float4 part[kAtOnce][kTokenTiles];
+      float4 part[kAtOnce][kGroup];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const bool there = published(base + i, last, tile, segment, in_registers);
         const float4* const from = slot(base + i, tile, segment) + role_.strip * 32 + lane;
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t)
-          part[i][t] = there ? __ldcg(from + t * kLaneSums) : make_float4(0, 0, 0, 0);
+        for (int t = 0; t < kGroup; ++t)
+          part[i][t] = there ? __ldcg(from + (group + t) * kLaneSums) : make_float4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-          const float2 norm = kNormed && segment != in_registers ? norm_of(segment, t, lane) : make_float2(1.0F, 1.0F);
-          acc[t][0] = fmaf(norm.x, part[i][t].x, acc[t][0]), acc[t][1] = fmaf(norm.y, part[i][t].y, acc[t][1]);
-          acc[t][2] = fmaf(norm.x, part[i][t].z, acc[t][2]), acc[t][3] = fmaf(norm.y, part[i][t].w, acc[t][3]);
+        for (int t = 0; t < kGroup; ++t) {
+          float (&to)[4] = acc[group + t];
+          const float2 norm =
+              kNormed && segment != in_registers ? norm_of(segment, group + t, lane) : make_float2(1.0F, 1.0F);
+          to[0] = fmaf(norm.x, part[i][t].x, to[0]), to[1] = fmaf(norm.y, part[i][t].y, to[1]);
+          to[2] = fmaf(norm.x, part[i][t].z, to[2]), to[3] = fmaf(norm.y, part[i][t].w, to[3]);
         }
       }
     }

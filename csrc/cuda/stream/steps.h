@@ -2,8 +2,8 @@
 // allocated.
 //
 // A StreamPlan is made once; matrices come from `retile` in the order of a TileOrder; DraftBatch is the device's copy of
-// the parameter block (its address stays, its contents change from launch to launch). Rows of a launch are 1..64; a pass
-// of more is several launches (StreamPlan::first_row) or the plain kernels'.
+// the parameter block (its address stays, its contents change from launch to launch). Rows of a launch are 1..64, of
+// fuse and of K and V 1..most_rows(); a pass of more is several launches (StreamPlan::first_row) or the plain kernels'.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -40,11 +40,13 @@ struct StreamPlan {
   const std::int32_t* needed = nullptr;       // where it holds 0 the launch returns at once; null: it always works
   const std::int32_t* needed_late = nullptr;  // for qkv, the same of a flag that only the kernel before it raises
   std::int32_t* never_wait = nullptr;         // [1] the host sets it when `failed` was set: Reduction::kLastArriver
-  int free_slots = 0;                         // blocks that find room while the kernel before works; 0: all
   std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
   const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
   int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
-  void* const* pool_k = nullptr;       // [layers], host memory: the draft's prefix KV
+  // qkv over all rows of an extend at once: it writes queries and residuals of the rows that are drafted from alone,
+  // and attention behind it finds the last rows' keys written by the kernel before.
+  bool last_queries = false;
+  void* const* pool_k = nullptr;  // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
   void* ones = nullptr;                // [max_k] in bf16: gamma where a part of x has no norm
   const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
@@ -52,6 +54,11 @@ struct StreamPlan {
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
 };
+
+// Whether products of more than 16 rows are wgmma's there.
+[[nodiscard]] bool has_wgmma(const DeviceLimits& device, Precision precision);
+// Rows that one launch of fuse, or of K and V, takes: more than 64 where their products are wgmma's.
+[[nodiscard]] int most_rows(const DeviceLimits& device, Precision precision);
 
 // Limits of the current device.
 [[nodiscard]] DeviceLimits current_device();

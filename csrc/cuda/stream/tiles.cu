@@ -90,9 +90,9 @@ __global__ void retile_bf16_kernel(const __grid_constant__ RetileArgs args) {
     const std::int64_t k = unit.piece * kKBlock + lane % 4 * 8;
     const uint4 a = rounded_to_bf16(args, origin_of(args, unit.row(lane / 4)), k);
     const uint4 b = rounded_to_bf16(args, origin_of(args, unit.row(lane / 4 + 8)), k);
-    auto* const to = reinterpret_cast<uint4*>(args.tiles) + index * 64 + lane;
-    to[0] = make_uint4(a.x, b.x, a.y, b.y);
-    to[32] = make_uint4(a.z, b.z, a.w, b.w);
+    auto* const to = reinterpret_cast<uint4*>(args.tiles) + index * 64;
+    to[bf16_unit(lane, 0)] = make_uint4(a.x, b.x, a.y, b.y);
+    to[32 + bf16_unit(lane, 1)] = make_uint4(a.z, b.z, a.w, b.w);
   });
 }
 

@@ -26,8 +26,9 @@ struct Bf16Weights {
 
   __device__ static __forceinline__ void load(const std::byte* at, int strip, int lane, std::uint32_t (&a)[1][2][4]) {
     const std::byte* const piece = at + strip * 1024;
-    const uint4 first = *reinterpret_cast<const uint4*>(piece + lane * 16);
-    const uint4 second = *reinterpret_cast<const uint4*>(piece + 512 + lane * 16);
+    const int unit = bf16_unit(lane, 0);
+    const uint4 first = *reinterpret_cast<const uint4*>(piece + unit * 16);
+    const uint4 second = *reinterpret_cast<const uint4*>(piece + 512 + (unit ^ 2) * 16);
     a[0][0][0] = first.x, a[0][0][1] = first.y, a[0][0][2] = first.z, a[0][0][3] = first.w;
     a[0][1][0] = second.x, a[0][1][1] = second.y, a[0][1][2] = second.z, a[0][1][3] = second.w;
   }

@@ -8,6 +8,13 @@
 
 namespace eaglex::stream {
 
+// bf16: where in half `half` of a piece, in units of 16 bytes, lie the weights that lane (g, q) multiplies with
+// m16n8k16: those of rows g and g + 8 and k 8q + 4·half + {0, 1, 2, 3}. In this order both reads are without bank
+// conflicts: a lane's own 16 bytes, and for wgmma 8 bytes of each q (wgmma.cuh).
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int bf16_unit(int lane, int half) {
+  return lane ^ (lane >> 3 & 1) ^ half << 1;
+}
+
 // FP8: a pair of e4m3 becomes a pair of bf16 by moving bits, of each byte the sign to bit 15 and the rest to bits 10..4
 // of its half. That is 2^-120 of the number, exact, subnormal numbers included. Two pairs share a word: the first lies
 // where it is needed, in 0x87F087F0; the second in the bits between, so that two shifts bring it there.
