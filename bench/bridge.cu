@@ -1,6 +1,6 @@
 // The bridge's push between two GPUs: two processes, one word each way per round, all rounds of a run in one graph.
 //
-//   bench_bridge [rounds [replays]]     needs two GPUs; with one, both processes share it
+//   bench_bridge [rounds [replays]]     from 2 rounds on; needs two GPUs; with one, both processes share it
 //
 // A round is push, receive on the other side, push back, receive: half of it is one way, launches included, as in the
 // cycle. As many rounds before, at most 200, are checked. Prints one JSON row per transport and size; times are of rank 0's %globaltimer
@@ -234,7 +234,8 @@ struct Side {
     std::vector<std::uint64_t> stamps(4096);
     check(cudaMemcpy(&last, &in_.state->epoch, sizeof last, cudaMemcpyDeviceToHost), "copy");
     check(cudaMemcpy(stamps.data(), stamps_, 4096 * sizeof last, cudaMemcpyDeviceToHost), "copy");
-    for (std::uint64_t epoch = last - static_cast<std::uint64_t>(case_.rounds) + 10; epoch < last; ++epoch) {
+    const int first = std::min(10, case_.rounds / 2);
+    for (std::uint64_t epoch = last - static_cast<std::uint64_t>(case_.rounds - first); epoch < last; ++epoch) {
       found.push_back(static_cast<double>(stamps[epoch % 4096] - stamps[(epoch - 1) % 4096]) / 2);
     }
   }
@@ -287,6 +288,10 @@ int run(int rank, const Case& which, Shared& shared, std::byte* mailbox) {
 int main(int count, char** arguments) {
   const int rounds = count > 1 ? std::atoi(arguments[1]) : 500;
   const int replays = count > 2 ? std::atoi(arguments[2]) : 20;
+  if (rounds < 2 || replays < 1) {
+    std::fprintf(stderr, "expected from 2 rounds and 1 replay on, got %d and %d\n", rounds, replays);
+    return 2;
+  }
   // 16 + lanes * (16 + 8 nodes): 72, 464, 1168 and 4112 bytes.
   std::vector<Case> cases;
   for (const char* transport : {"p2p", "mailbox"}) {

@@ -34,42 +34,6 @@ using eaglex::DType;
 using eaglex::ErrorCode;
 using eaglex::TensorView;
 
-DType dtype_of(DLDataType type) {
-  if (type.lanes == 1) {
-    if (type.code == eaglex::kDLFloat && type.bits == 32) return DType::kF32;
-    if (type.code == eaglex::kDLFloat && type.bits == 16) return DType::kF16;
-    if (type.code == eaglex::kDLBfloat && type.bits == 16) return DType::kBF16;
-    if (type.code == eaglex::kDLInt && type.bits == 32) return DType::kI32;
-    if (type.code == eaglex::kDLInt && type.bits == 64) return DType::kI64;
-    if ((type.code == eaglex::kDLUInt || type.code == eaglex::kDLBool) && type.bits == 8) return DType::kU8;
-  }
-  eaglex::fail(ErrorCode::kShape, "expected float32, float16, bfloat16, int32, int64, uint8 or bool, got DLPack code ",
-               int{type.code}, " with ", int{type.bits}, " bits");
-}
-
-TensorView view_of(const DLTensor& tensor) {
-  TensorView view;
-  if (tensor.ndim > eaglex::kMaxRank) {
-    eaglex::fail(ErrorCode::kShape, "expected at most ", eaglex::kMaxRank, " dimensions, got ", tensor.ndim);
-  }
-  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-  view.dtype = dtype_of(tensor.dtype);
-  const std::int32_t kind = tensor.device.device_type;
-  if (kind != eaglex::kDLCpu && kind != eaglex::kDLCuda && kind != eaglex::kDLCudaHost) {
-    eaglex::fail(ErrorCode::kShape, "expected memory of the CPU or of CUDA, got DLPack device ", kind);
-  }
-  if (kind == eaglex::kDLCuda) view.device = {eaglex::DeviceKind::kCuda, tensor.device.device_id};
-  view.rank = tensor.ndim;
-  std::int64_t compact = 1;
-  for (int i = tensor.ndim; i-- > 0;) {
-    const auto at = static_cast<std::size_t>(i);
-    view.shape[at] = tensor.shape[i];
-    view.stride[at] = tensor.strides == nullptr ? compact : tensor.strides[i];
-    compact *= tensor.shape[i];
-  }
-  return view;
-}
-
 // torch tensors, read through their methods: about 1 µs each, where torch's __dlpack__ takes 10 and a cycle has a dozen
 // tensors. Names are interned once: a string made for each look-up would cost as much as the look-up.
 struct Names {
@@ -79,8 +43,6 @@ struct Names {
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* is_cuda = PyUnicode_InternFromString("is_cuda");
-  PyObject* numel = PyUnicode_InternFromString("numel");
-  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
 };
 const Names& names() {
   static const Names made;  // lives as long as the process, as the strings do
@@ -168,7 +130,7 @@ TensorView borrow_dlpack(py::handle object) {
   // -1 asks the producer not to synchronise streams: the engine's caller orders them. CPU producers want None.
   const py::object stream = device.first == eaglex::kDLCuda ? py::object(py::int_(-1)) : py::object(py::none());
   const py::capsule capsule = object.attr("__dlpack__")(py::arg("stream") = stream);
-  return view_of(capsule.get_pointer<DLManagedTensor>()->dl_tensor);
+  return eaglex::bindings::view_of(capsule.get_pointer<DLManagedTensor>()->dl_tensor);
 }
 
 // What `field` was given, or an error that names it.
@@ -410,25 +372,6 @@ TensorView borrow(py::handle value, const std::string& field) {
 
 std::string show(const TensorView& view) {
   return ::show(view);
-}
-
-bool move(std::initializer_list<std::pair<TensorView*, py::handle>> tensors) {
-  std::array<std::uintptr_t, kMaxMoved> addresses{};
-  std::size_t count = 0;
-  for (const auto& [view, tensor] : tensors) {
-    const auto dtype = torch_dtypes().find(get(tensor, names().dtype).ptr());
-    if (dtype == torch_dtypes().end() || dtype->second != view->dtype ||
-        call(tensor, names().numel).cast<std::int64_t>() != view->numel() || !view->contiguous() ||
-        !call(tensor, names().is_contiguous).cast<bool>()) {
-      return false;
-    }
-    addresses.at(count++) = call(tensor, names().data_ptr).cast<std::uintptr_t>();
-  }
-  count = 0;
-  for (const auto& [view, tensor] : tensors) {
-    view->data = reinterpret_cast<void*>(addresses.at(count++));  // NOLINT(performance-no-int-to-ptr)
-  }
-  return true;
 }
 
 }  // namespace eaglex::bindings

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "core/dlpack.h"
 #include "core/tensor.h"
 
 namespace eaglex::bindings {
@@ -14,9 +15,10 @@ namespace eaglex::bindings {
 // What `field` was given as a borrowed tensor, or an error that names it.
 [[nodiscard]] TensorView borrow(pybind11::handle value, const std::string& field);
 [[nodiscard]] std::string show(const TensorView& view);
+[[nodiscard]] TensorView view_of(const DLTensor& tensor);
 
 // Points these at the tensors' memory: false, with none of them changed, unless each tensor is dense and has its view's
-// type and number of elements. For calls of one shape, of which the first has been checked in full.
+// type, device and number of elements. For calls of one shape, of which the first has been checked in full.
 [[nodiscard]] bool move(std::initializer_list<std::pair<TensorView*, pybind11::handle>> tensors);
 inline constexpr std::size_t kMaxMoved = 6;
 inline constexpr const char* kMove =

@@ -7,7 +7,8 @@
 
 Dummy weights of the Llama-3.1-8B shape with LAYERS (8) layers of target; every verification accepts 3 tokens
 (SGLANG_SIMULATE_ACC_LEN), whatever was drafted. All engines are up at once, and rounds are taken in turn, one engine at
-work at a time; a figure is the median over the rounds.
+work at a time; a figure is the median over the rounds. The others are stopped meanwhile: an idle scheduler of SGLang
+spins, and ten of them made the one at work up to 1.6 times slower on 16 cores.
 
 More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
 `none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `eagle3-fp8`, SGLang's own draft quantised by SGLang;
@@ -15,8 +16,9 @@ More engines can be asked for: `pausing`, eaglex with pausing on where nothing i
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two),
 ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
-(1), NCCL_ONLY=1 (without SGLang's own all-reduce), ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the
-drafter. Exit status 1: an engine is missing.
+(1), NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an engine
+finds free for its weights and pool, ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter.
+Exit status 1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -27,6 +29,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -114,6 +117,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "tree_or_draft_us": median([d for d, _ in gpu]),
             "extend_us": median([e for _, e in gpu]),
             "verify_us": median([stage(r, "verify", batch) for r in rounds]),
+            "verify_cpu_us": median([stage(r, "verify_cpu", batch) for r in rounds]),
             "host_us": median([h + late if h is not None else None for h, late in host]),
             "host_parts_us": {
                 part: median([stage(r, part, batch) for r in rounds]) for part in ("before", "after", "late")
@@ -134,8 +138,8 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
 def table(report: dict[str, Any]) -> list[str]:
     """A line for each row, and each engine's speed against EAGLE3's."""
     stock = {row["batch"]: row for row in report["rows"] if row["engine"] == "eagle3"}
-    shown = ["batch", "tok_s", "cycle_us", "draft_us", "extend_us", "verify_us", "host_us", "ttft_ms", "accept_length"]
-    shown += ["paused_cycles", "startup_s", "memory_gb"]
+    shown = ["batch", "tok_s", "cycle_us", "draft_us", "verify_us", "verify_cpu_us", "host_us", "ttft_ms"]
+    shown += ["accept_length", "paused_cycles", "startup_s", "memory_gb"]
     lines = ["| engine | " + " | ".join(shown) + " | x EAGLE3 |", "|---" * (len(shown) + 2) + "|"]
     for row in report["rows"]:
         other = stock.get(row["batch"])
@@ -166,6 +170,8 @@ def run(out: Path) -> int:
             process.start(__file__)
         until(lambda: all(p.has(".ready") or p.over for p in processes.values()), left())
         say(f"up: {[name for name, p in processes.items() if p.has('.ready')]}")
+        for process in processes.values():
+            process.signal(signal.SIGSTOP)
         gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
         if gate:
             until(lambda: Path(gate).exists(), left())
@@ -173,9 +179,11 @@ def run(out: Path) -> int:
             for name, process in processes.items():
                 if not process.has(".ready") or process.over:
                     continue
+                process.signal(signal.SIGCONT)
                 process.go(number)
                 done = f".round{number}"
                 until(lambda process=process, done=done: process.has(done) or process.over, left())
+                process.signal(signal.SIGSTOP)
                 if process.has(done):
                     rounds[name].append(json.loads(process.result.with_suffix(done).read_text()))
                     say(f"{name} round {number}: {json.dumps(rounds[name][-1])}")

@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -83,12 +84,17 @@ class Process:
         """It has served, or there is no process any more that could."""
         return self.has(".json") or self.process is None or self.process.poll() is not None
 
+    def signal(self, number: int) -> None:
+        """To it and its children."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
         """With its children; an engine of the host can hang while it shuts down."""
         if self.process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, 9)
+        self.signal(signal.SIGKILL)
         self.process.wait()
 
 

@@ -4,12 +4,10 @@ process, and lost ranks named.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -19,6 +17,7 @@ import hf_pair
 import pytest
 import torch.distributed as dist
 from support.bridge_places import ONE, WHERE, needs
+from support.zygote import Zygote, serve
 
 pytestmark = pytest.mark.gpu
 
@@ -49,36 +48,47 @@ def _rank(arguments: list[str], folder: str, ends_by: int) -> int:
     return main(arguments)
 
 
-class Ran:
-    """`count` processes of their own, each a new interpreter: nothing is forked where CUDA or threads may be about."""
+@pytest.fixture(scope="module")
+def started():
+    with Zygote(__file__) as zygote:
+        yield zygote
 
-    def __init__(
-        self, count: int, folder: Path, arguments: list[str], ends_at: dict[int, int] | None = None, where: str = ONE
-    ) -> None:
+
+@dataclasses.dataclass
+class Job:
+    """`eaglex` with these arguments in `count` processes, of which some end by a signal (`ends_at`, by rank)."""
+
+    arguments: list[str]
+    count: int = 2
+    where: str = ONE
+    ends_at: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Ran:
+    """A job that has ended, or not all of it within 60 s."""
+
+    def __init__(self, zygote: Zygote, folder: Path, job: Job) -> None:
         self.folder = folder / uuid.uuid4().hex
         self.folder.mkdir()
-        ends_at = ends_at or {}
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        names = {"WORLD_SIZE": job.count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
         names |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         each = []
-        for rank in range(count):
-            own = names | {"RANK": rank, "LOCAL_RANK": 0 if where == ONE else rank}
-            with open(self.folder / f"{rank}.out", "w") as out, open(self.folder / f"{rank}.err", "w") as err:
-                job = json.dumps([arguments, str(self.folder), int(ends_at.get(rank, 0))])
-                environment = os.environ | {name: str(value) for name, value in own.items()}
-                command = [sys.executable, __file__, job]
-                each.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
-        until = time.monotonic() + 90
-        for rank, process in enumerate(each):
-            if rank not in ends_at:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, until - time.monotonic()))
+        for rank in range(job.count):
+            own = names | {"RANK": rank, "LOCAL_RANK": 0 if job.where == ONE else rank}
+            environment = {name: str(value) for name, value in own.items()}
+            work = [job.arguments, str(self.folder), int(job.ends_at.get(rank, 0))]
+            out, err = self.folder / f"{rank}.out", self.folder / f"{rank}.err"
+            each.append(zygote.start(work, environment, out, err))
+        until = time.monotonic() + 60
+        waited_for = [process for rank, process in enumerate(each) if rank not in job.ends_at]
+        while any(zygote.poll(process) is None for process in waited_for) and time.monotonic() < until:
+            time.sleep(0.02)
         self.at = time.monotonic()
-        self.codes = [process.poll() for process in each]
-        for process in each:
-            process.kill()
-            process.wait(10)
+        self.codes = [zygote.poll(process) for process in each]
+        for process, code in zip(each, self.codes, strict=True):
+            if code is None:
+                os.kill(process, signal.SIGKILL)
 
     def text(self, rank: int, stream: str = "err") -> str:
         return (self.folder / f"{rank}.{stream}").read_text()
@@ -92,18 +102,18 @@ def arguments_of(pair: Path, *options: str, where: str = ONE) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(pair, tmp_path_factory):
-    ran = Ran(1, tmp_path_factory.mktemp("alone"), arguments_of(pair))
+def alone(pair, started, tmp_path_factory):
+    ran = Ran(started, tmp_path_factory.mktemp("alone"), Job(arguments_of(pair), count=1))
     assert ran.codes == [0], ran.text(0)
     return json.loads(ran.text(0, "out"))
 
 
 @pytest.mark.parametrize("transport", [None, "p2p", "mailbox", "nccl", "shm"])
 @pytest.mark.parametrize("where", WHERE)
-def test_ranks_say_what_one_process_says(where, transport, pair, alone, tmp_path):
+def test_ranks_say_what_one_process_says(where, transport, pair, alone, started, tmp_path):
     needs(where, transport)
     options = ["--transport", transport] if transport else []
-    ran = Ran(2, tmp_path, arguments_of(pair, *options, where=where), where=where)
+    ran = Ran(started, tmp_path, Job(arguments_of(pair, *options, where=where), where=where))
     assert ran.codes == [0, 0], ran.text(0) + ran.text(1)
     found = json.loads(ran.text(0, "out"))
     assert found["tokens"] == alone["tokens"]
@@ -116,12 +126,12 @@ def test_ranks_say_what_one_process_says(where, transport, pair, alone, tmp_path
 
 @pytest.mark.parametrize("transport", [None, "shm"])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_drafter_on_a_gpu(where, transport, pair, alone, tmp_path):
+def test_a_drafter_on_a_gpu(where, transport, pair, alone, started, tmp_path):
     """The ranks' own, or the second rank's: rows go there from device to device, or through the host."""
     needs(where)
     options = ["--placement", "dedicated", "--drafter-device", "cuda:0" if where == ONE else "cuda:1"]
     options += ["--drafter-deadline", "20", *(["--transport", transport] if transport else [])]
-    ran = Ran(2, tmp_path, arguments_of(pair, *options, where=where), where=where)
+    ran = Ran(started, tmp_path, Job(arguments_of(pair, *options, where=where), where=where))
     assert ran.codes == [0, 0], ran.text(0) + ran.text(1)
     found = json.loads(ran.text(0, "out"))
     assert found["tokens"] == alone["tokens"]
@@ -131,22 +141,23 @@ def test_a_drafter_on_a_gpu(where, transport, pair, alone, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_killed_rank_is_named(where, victim, pair, tmp_path):
+def test_a_killed_rank_is_named(where, victim, pair, started, tmp_path):
     needs(where)
     arguments = arguments_of(pair, "--deadline", str(DEADLINE), where=where)
-    ran = Ran(2, tmp_path, arguments, {victim: signal.SIGKILL}, where)
+    ran = Ran(started, tmp_path, Job(arguments, where=where, ends_at={victim: signal.SIGKILL}))
     assert ran.codes[1 - victim] == 1, ran.text(1 - victim)
     assert f"eaglex: error: rank {victim}: its process has ended" in ran.text(1 - victim)
     assert ran.at - float((ran.folder / "ended").read_text()) < DEADLINE + 4  # the others' exit included
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_stopped_rank_is_named(where, pair, tmp_path):
+def test_a_stopped_rank_is_named(where, pair, started, tmp_path):
     needs(where)
-    ran = Ran(2, tmp_path, arguments_of(pair, "--deadline", str(DEADLINE), where=where), {1: signal.SIGSTOP}, where)
+    arguments = arguments_of(pair, "--deadline", str(DEADLINE), where=where)
+    ran = Ran(started, tmp_path, Job(arguments, where=where, ends_at={1: signal.SIGSTOP}))
     assert ran.codes[0] == 1, ran.text(0)
     assert "eaglex: error: rank 1: " in ran.text(0)
 
 
 if __name__ == "__main__":
-    sys.exit(_rank(*json.loads(sys.argv[1])))
+    serve(lambda work: _rank(*work))

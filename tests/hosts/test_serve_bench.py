@@ -110,6 +110,6 @@ def test_the_probe_counts_a_forward_without_its_verification(monkeypatch: pytest
 
     for _ in range(2):
         Worker().forward_batch_generation(Batch(), on_publish=publish)
-    expected = {"host": 130, "before": 100, "after": 30}
+    expected = {"host": 130, "before": 100, "after": 30, "verify_cpu": 5000}
     assert {row[0] for row in probe.rows} == set(expected)
     assert all(row[1] == 2 and row[2] == pytest.approx(expected[row[0]]) for row in probe.rows)

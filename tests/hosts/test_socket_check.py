@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import socket_check
+from socket_check import Process, until
 from socket_parts.cases import CASES, compared, repeated, shown, workload
 from socket_parts.engine import write
 
@@ -30,6 +33,28 @@ def judged(name: str, change: Any, *, retracted: int = 0) -> dict[str, Any]:
     row = compared(name, stock, ours, base=served("EAGLE3"))
     assert row["case"] in shown(row)
     return row
+
+
+def test_a_process_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
+    """While another engine is timed."""
+    ticks = tmp_path / "ticks"
+    tool = tmp_path / "tool.py"
+    tool.write_text(f"import time\nwhile True:\n    open({str(ticks)!r}, 'a').write('.')\n    time.sleep(0.01)\n")
+    process = Process([], tmp_path / "one.json", "0", 1)
+    process.start(str(tool))
+    try:
+        assert until(ticks.is_file, 20)
+        process.signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        before = ticks.stat().st_size
+        time.sleep(0.3)
+        assert ticks.stat().st_size == before
+        process.signal(signal.SIGCONT)
+        assert until(lambda: ticks.stat().st_size > before, 20)
+        process.signal(signal.SIGSTOP)
+    finally:
+        process.kill()
+    assert process.over
 
 
 def nothing(requests: list[dict[str, Any]]) -> None:

@@ -67,8 +67,9 @@ class Timed:
         if name not in STOCK_DRAFTS:  # eaglex reads a draft's files; the host makes dummy weights itself
             write_weights(target, draft, SHAPE, DRAFT_VOCAB)
         options: dict[str, Any] = {
-            "load_format": "dummy", "max_total_tokens": 72000, "max_running_requests": max(batches()),
-            "mem_fraction_static": 0.7, "context_length": 4096, "cuda_graph_max_bs_decode": max(batches()),
+            "load_format": "dummy", "max_total_tokens": int(setting("POOL", "72000")),
+            "max_running_requests": max(batches()), "mem_fraction_static": float(setting("FRACTION", "0.7")),
+            "context_length": 4096, "cuda_graph_max_bs_decode": max(batches()),
             "disable_radix_cache": True, "tp_size": int(setting("TP", "1")), **speculation(),
         }  # fmt: skip
         if setting("NCCL_ONLY", ""):
@@ -147,7 +148,7 @@ class Timed:
             return {}
         found = json.loads(probe.read_text())
         stages: dict[str, dict[int, dict[str, float]]] = {}
-        for stage in ("draft", "extend", "verify", "host", "before", "after", "late"):
+        for stage in ("draft", "extend", "verify", "host", "before", "after", "verify_cpu", "late"):
             for batch in batches():
                 values = [us for kind, count, us in found["rows"] if kind == stage and count == batch]
                 if values:

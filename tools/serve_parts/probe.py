@@ -5,9 +5,9 @@ file. Rows are [stage, batch, microseconds]; they are written, and forgotten, at
 SERVE_PROBE.want has appeared, so that no cycle that is timed pays for it.
 
 Stages: `draft` and `extend`, GPU time (the engine drafts in `extend`; its `draft` is the tree kernel); `verify`, GPU
-time; `host`, CPU time of a forward without verification and the host's own callback, and of it the parts `before` and
-`after` verification; `late`, that of enqueuing the draft outside of it. Every fourth cycle has events, and its CPU time
-is left out.
+time, and `verify_cpu`, the CPU's; `host`, CPU time of a forward without verification and the host's own callback, and
+of it the parts `before` and `after` verification; `late`, that of enqueuing the draft outside of it. Every fourth cycle
+has events, and its CPU time is left out.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def forward(owner: Any, path: str) -> None:
         if not sampled():
             own = time.perf_counter() - start - cycle["verify"] - cycle["published"]
             before = cycle["verify_from"] - start
-            for stage, seconds in (("host", own), ("before", before), ("after", own - before)):
+            parts = {"host": own, "before": before, "after": own - before, "verify_cpu": cycle["verify"]}
+            for stage, seconds in parts.items():
                 rows.append((stage, cycle["batch"], seconds * 1e6))
         return result
 
