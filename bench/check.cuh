@@ -5,16 +5,20 @@
 
 namespace eaglex::bench {
 
+static __global__ void gather_kernel(const bf16* table, const std::int64_t* rows, int width, bf16* out) {
+  for (int i = static_cast<int>(threadIdx.x); i < width; i += static_cast<int>(blockDim.x))
+    out[static_cast<std::int64_t>(blockIdx.x) * width + i] = table[rows[blockIdx.x] * width + i];
+}
+
 // Those rows of a table in device memory, which may be too large to be copied as a whole.
 inline Floats fetch_rows(const Buffer<bf16>& table, const std::vector<std::int64_t>& rows, int width) {
-  std::vector<bf16> raw(rows.size() * Model::size(width));
-  for (std::size_t i = 0; i < rows.size(); ++i)
-    stream::check(cudaMemcpy(raw.data() + i * Model::size(width), table.get() + rows[i] * width,
-                             Model::size(width) * sizeof(bf16), cudaMemcpyDeviceToHost),
-                  "cudaMemcpy");
-  Floats out(raw.size());
-  std::transform(raw.begin(), raw.end(), out.begin(), [](bf16 x) { return __bfloat162float(x); });
-  return out;
+  const std::size_t count = rows.size() * Model::size(width);
+  const Buffer<std::int64_t>& places = reused<std::int64_t, 0>(rows.size());
+  const Buffer<bf16>& out = reused<bf16, 0>(count);
+  places.set(rows);
+  gather_kernel<<<static_cast<unsigned>(rows.size()), 256>>>(table.get(), places.get(), width, out.get());
+  stream::check(cudaGetLastError(), "gather");
+  return floats_of(out, count);
 }
 
 inline Floats gather_rows(const Floats& table, const std::vector<std::int64_t>& rows, int count, int width) {
@@ -216,7 +220,8 @@ static __global__ void plain_attention_kernel(const __grid_constant__ PlainAtten
 // they are.
 inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verdict) {
   const Shape& s = m.shape;
-  const Buffer<float> out(Model::size(tokens) * s.heads * s.head_dim);
+  const std::size_t count = Model::size(tokens) * s.heads * s.head_dim;
+  const Buffer<float>& out = reused<float, 1>(count);
   const PlainAttention plain{m.q.get(),
                              m.pool_k.get(),
                              m.pool_v.get(),
@@ -233,8 +238,8 @@ inline void check_attention(const Model& m, Pass pass, int tokens, Verdict& verd
                              pass == Pass::kStep};
   const dim3 grid(static_cast<unsigned>(s.heads), static_cast<unsigned>(tokens));
   plain_attention_kernel<<<grid, 128>>>(plain, out.get());
-  stream::check(cudaDeviceSynchronize(), "plain_attention");
-  const Floats exact = out.host();
+  stream::check(cudaGetLastError(), "plain_attention");
+  const Floats exact = out.host(count);
   verdict.take("attention", floats_of(m.attention, exact.size()), [&](bool round) {
     Floats y = exact;
     for (float& value : y) value = maybe_rounded(value, round);

@@ -20,13 +20,14 @@ static __global__ void differing_rows_kernel(const std::uint32_t* a, const std::
   }
 }
 
-inline std::size_t differing_rows(const Buffer<bf16>& a, const Buffer<bf16>& b, int width) {
-  const Buffer<unsigned long long> count(1);
+inline std::size_t differing_rows(const Buffer<bf16>& a, const Buffer<bf16>& b, int width) {  // of all of `a`
+  const Buffer<unsigned long long>& count = reused<unsigned long long, 0>(1);
+  count.set({0});
   differing_rows_kernel<<<1024, 128>>>(reinterpret_cast<const std::uint32_t*>(a.get()),
                                        reinterpret_cast<const std::uint32_t*>(b.get()),
                                        static_cast<std::int64_t>(a.size()) / width, width / 2, count.get());
-  stream::check(cudaDeviceSynchronize(), "differing_rows");
-  return count.host()[0];
+  stream::check(cudaGetLastError(), "differing_rows");
+  return count.host(1)[0];
 }
 
 inline Floats plain_norm_parts(const Floats& x, int tokens, const Floats& gamma, int parts, bool round) {
@@ -115,7 +116,8 @@ inline void check_extend_qkv(Model& m, int tokens, cudaStream_t stream, Verdict&
     const auto copy = [](const Buffer<bf16>& to, const Buffer<bf16>& from) {
       stream::check(cudaMemcpy(to.get(), from.get(), from.size() * sizeof(bf16), cudaMemcpyDeviceToDevice), "copy");
     };
-    const Buffer<bf16> old_k(m.pool_k.size()), old_v(m.pool_v.size());
+    const Buffer<bf16>& old_k = reused<bf16, 1>(m.pool_k.size());
+    const Buffer<bf16>& old_v = reused<bf16, 2>(m.pool_v.size());
     copy(old_k, m.pool_k), copy(old_v, m.pool_v);
     QkvParams params = m.qkv_params(tokens);
     params.target = KvTarget::kPool;

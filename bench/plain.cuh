@@ -53,8 +53,9 @@ inline Floats plain_linear(const Floats& x, int tokens, const Matrix& matrix, bo
   const int k = static_cast<int>(matrix.linear.parts[0].shape[1]);
   int total = 0;
   for (int i = 0; i < matrix.linear.num_parts; ++i) total += static_cast<int>(matrix.linear.parts[i].shape[0]);
-  const Buffer<float> in(x.size());
-  const Buffer<float> out(static_cast<std::size_t>(tokens) * total);
+  const std::size_t count = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(total);
+  const Buffer<float>& in = reused<float, 0>(x.size());
+  const Buffer<float>& out = reused<float, 1>(count);
   in.set(x);
   int column = 0;
   for (int i = 0; i < matrix.linear.num_parts; ++i) {
@@ -63,8 +64,8 @@ inline Floats plain_linear(const Floats& x, int tokens, const Matrix& matrix, bo
                                                        tokens, n, k, column, total);
     column += n;
   }
-  stream::check(cudaDeviceSynchronize(), "plain_linear");
-  Floats y = out.host();
+  stream::check(cudaGetLastError(), "plain_linear");
+  Floats y = out.host(count);
   for (float& value : y) value = maybe_rounded(value, round);
   return y;
 }

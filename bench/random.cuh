@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cuda/stream/check.h"
@@ -26,9 +27,10 @@ class Buffer {
   ~Buffer() { cudaFree(data_); }
   [[nodiscard]] T* get() const { return data_; }
   [[nodiscard]] std::size_t size() const { return count_; }
-  [[nodiscard]] std::vector<T> host() const {
-    std::vector<T> out(count_);
-    stream::check(cudaMemcpy(out.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  [[nodiscard]] std::vector<T> host() const { return host(count_); }
+  [[nodiscard]] std::vector<T> host(std::size_t count) const {
+    std::vector<T> out(count);
+    stream::check(cudaMemcpy(out.data(), data_, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return out;
   }
   void set(const std::vector<T>& values) const {
@@ -39,6 +41,18 @@ class Buffer {
   T* data_ = nullptr;
   std::size_t count_;
 };
+
+// At least `count` of them, the same memory for each caller with this name: taking and freeing waits for the device, and
+// where other processes use it too, for them.
+template <class T, int kName>
+const Buffer<T>& reused(std::size_t count) {
+  static std::unique_ptr<Buffer<T>> buffer;
+  if (buffer == nullptr || buffer->size() < count) {
+    buffer.reset();
+    buffer = std::make_unique<Buffer<T>>(count + count / 2);
+  }
+  return *buffer;
+}
 
 __device__ __forceinline__ std::uint32_t mix(std::uint32_t seed, std::uint64_t i) {
   std::uint64_t x = i * 0x9E3779B97F4A7C15ULL ^ (static_cast<std::uint64_t>(seed) << 32 | seed) * 0xC2B2AE3D27D4EB4FULL;

@@ -119,6 +119,7 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.stages = config.stages;
   shape.split = config.split;
   shape.reduction = plan.reduction;
+  if (tiles.precision == Precision::kInt4) shape.fill_ns = kFillNsInt4;
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
   shape.needed = plan.needed;

@@ -18,11 +18,13 @@ __device__ __forceinline__ void scale_pairs(uint4& x, const uint4& by) {
 template <class Weights, int kTokenTiles, bool kNormed>
 struct Multiplier {
   using G = Geometry<Weights, kTokenTiles>;
-  static constexpr bool kGrouped = Weights::kGroupScales;
+  // INT4's scales go onto the sums of their group, or with more tokens than 16 onto the weights, which is less work.
+  static constexpr bool kGrouped = Weights::kGroupScales && kTokenTiles <= 2;
+  static constexpr bool kScaleGroups = Weights::kGroupScales && !kGrouped;
   // With few tokens two chains of mma hide each other's latency; groups have two of their own.
   static constexpr int kSums = kTokenTiles <= 2 && !kGrouped ? 2 : 1;
   // K blocks whose operands are in registers at once.
-  static constexpr int kBatch = !kGrouped ? 1 : kTokenTiles < 4 ? kGroupBlocks : 2;
+  static constexpr int kBatch = kGrouped ? kGroupBlocks : Weights::kSpan;
   // Gamma goes onto x, or with more tokens than 16 onto operands of few bits, which is less work (bf16 is 3 % slower so
   // with 64 tokens). What FP8 operands lack, 2^120, goes with it in part, 2^64, the rest onto the tile's sums. So a product
   // lies 2^56 below its true size, far from both ends of float. (FP8 with fewer tokens is paired.cuh's.)
@@ -71,9 +73,17 @@ struct Multiplier {
       }
     }
     float2 of_group;
-    if constexpr (kGrouped) {
+    if constexpr (Weights::kGroupScales) {
       const std::byte* const begin = now.weights + Weights::offset(kb / kGroupBlocks * kGroupBlocks);
       of_group = Weights::scales(begin, group, role.strip % 4, role.lane);
+    }
+    if constexpr (kScaleGroups) {
+      const std::uint32_t by[2] = {pack(of_group.x, of_group.x), pack(of_group.y, of_group.y)};  // rows g, rows g + 8
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int r = 0; r < 8; ++r) scale_pairs(a[i / Weights::kSpan][i % Weights::kSpan][r / 4][r % 4], by[r % 2]);
+      }
     }
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {

@@ -24,6 +24,7 @@ inline constexpr int kInFlight = 2;
 // the kernel before needs for its end. But nobody knows when that has ended, and no warp of the block can wait for it
 // while one fills the ring: so after this time the rest of the round is left for later.
 inline constexpr std::uint64_t kFillNs = 2500;
+inline constexpr std::uint64_t kFillNsInt4 = 1500;  // its kernels are shorter
 
 // One launch, without what its step adds.
 struct GemmShape {
