@@ -40,7 +40,7 @@ CASES = (
     "chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64", "chain, page 16", "chain, page 64",
     "chain, features", "tree, features", "chain, weight updates", "chain, forced retraction", "chain, sampled",
     "chain, small pool", "chain, 3 slots, page 64", "chain, many prompts", "chain, features, no overlap",
-    "chain, mixed sampling",
+    "chain, mixed sampling", "chain, adaptive",
 )  # fmt: skip
 GPU = os.environ.get("GPU", "0")  # of the engines on one
 STOCK, HOST, ENGINE = ALL_LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
@@ -55,7 +55,7 @@ def lanes_of(name: str) -> tuple[str, ...]:
     """Who serves a case."""
     if "weight updates" in name:  # EAGLE3 cannot read its target's files anew: its draft is given them too, and fails
         return (ENGINE,)
-    if "many prompts" in name:
+    if "many prompts" in name or "adaptive" in name:
         return (STOCK, ENGINE, NONE)
     if name in CONTROLLED:
         return ALL_LANES
@@ -121,9 +121,13 @@ def is_excused(name: str, lane: str, place: list[int], stock: dict[str, Any], ou
 
 
 def against_none(name: str, none: dict[str, Any], runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each algorithm against no speculation: eaglex may part from it no more often than EAGLE3 does."""
+    """Each algorithm against no speculation: eaglex may part from it no more often than EAGLE3 does.
+
+    With adaptive steps windows are of a size that depends on timing, so numbers of near ties scatter: twice as often.
+    """
     rows = {lane: compared(name, none, run) for lane, run in runs.items()}
     most = len(rows[STOCK]["different"])
+    most = 2 * most + 3 if "adaptive" in name else most
     for lane, row in rows.items():
         row |= {"case": f"{name}, against none", "lane": lane, "equal": len(row["different"]) <= most}
         row["equal"] = row["equal"] and bool(row["prompts"]) and not row["errors"]
@@ -245,7 +249,8 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
                 rows.append({"case": name, "lane": lane, "equal": False, "missing": missing})
                 continue
             stock, ours = (json.loads(found[one].result.read_text()) for one in (STOCK, lane))
-            rows.append(judged(name, stock, ours, lane))
+            if "adaptive" not in name:
+                rows.append(judged(name, stock, ours, lane))
             if NONE in found and found[NONE].has(".json"):
                 none = json.loads(found[NONE].result.read_text())
                 rows += against_none(name, none, {STOCK: stock, lane: ours})

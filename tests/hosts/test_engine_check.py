@@ -146,6 +146,14 @@ def test_eaglex_parts_from_no_speculation_no_more_often_than_eagle3_does() -> No
     another_token(ours["passes"][1]["requests"])
     assert [row["equal"] for row in engine_check.against_none("chain, many prompts", none, runs)] == [True, False]
     assert engine_check.lanes_of("chain, many prompts")[-1] == engine_check.NONE
+    for place in (0, 2):  # 4 in all, where 2 x 1 + 3 may; then 6
+        ours["passes"][0]["requests"][place]["ids"][0] += 50
+    adaptive = engine_check.against_none("chain, adaptive", none, runs)
+    assert [len(row["different"]) for row in adaptive] == [1, 4]
+    assert [row["equal"] for row in adaptive] == [True, True]
+    for place in (0, 2):
+        ours["passes"][1]["requests"][place]["ids"][0] += 50
+    assert [row["equal"] for row in engine_check.against_none("chain, adaptive", none, runs)] == [True, False]
 
 
 def test_what_is_penalised_depends_on_timing() -> None:

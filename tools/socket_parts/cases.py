@@ -42,14 +42,17 @@ CASES: dict[str, dict[str, Any]] = {
     "chain, features, no overlap": CHAIN | NO_OVERLAP | {"skip_tokenizer_init": False},
     "chain, mixed sampling": CHAIN,
     "chain, many prompts": CHAIN,
+    "chain, adaptive": CHAIN | {"speculative_adaptive": True},
 }
+# Steps by batch: from 6 or so requests on a root alone is verified, below that all steps, some or none.
+ADAPTIVE = {"1": {"candidate_steps": [5]}, "4": {"candidate_steps": [0, 1, 5]}, "8": {"candidate_steps": [0]}}
 COMMON: dict[str, Any] = {
     "enable_deterministic_inference": True, "context_length": 2048, "chunked_prefill_size": 256,
     "max_total_tokens": 60000, "max_running_requests": 24, "cuda_graph_max_bs_decode": 16,
     "mem_fraction_static": 0.7, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
 }  # fmt: skip
 # the slow ones serve the requests once
-ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts")
+ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts", "adaptive")
 # Where a request starts anew depends on timing, and what it then says can depend on where: the host computes K and V of
 # its tokens again as a prompt, with other roundings than verification's. So stock's tokens differ from stock's own.
 MOVED_BY_RETRACTION = ("small pool", "forced retraction")

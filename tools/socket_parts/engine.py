@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from socket_parts.cases import CASES, CHAIN, COMMON, passes_of, workload_of
+from socket_parts.cases import ADAPTIVE, CASES, CHAIN, COMMON, passes_of, workload_of
 
 ROUNDS = 2
 TURN_SECONDS = 400  # how long an engine that is up waits for its turn
@@ -107,9 +107,13 @@ def update(engine: Any, target: Path, number: int) -> None:
 
 def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> None:
     """One case under one algorithm: the requests twice, so that the second pass finds the radix cache filled."""
-    options = COMMON | CASES[name]
+    options = dict(COMMON | CASES[name])
     if algorithm == "none":  # no speculation
         options = {key: value for key, value in options.items() if not key.startswith("speculative_")}
+    elif "adaptive" in name:
+        config = out.with_suffix(".adaptive")
+        write(config, ADAPTIVE)
+        options["speculative_adaptive_config"] = str(config)
     speculates = algorithm != "none"
     engine = engine_of(
         str(pair / "target"), str(pair / "draft") if speculates else None, algorithm if speculates else None, **options
