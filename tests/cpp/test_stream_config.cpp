@@ -122,6 +122,25 @@ TEST_CASE("configure: more than 64 tokens have an SM for one block, and need wgm
   require(!streamable({4096, 4096, 1, 65}), "65 tokens without");
 }
 
+TEST_CASE("sums_in_slices: matrices of few tiles and many rows of x") {
+  DeviceLimits h200 = kDevices[0].limits;
+  for (const NamedDevice& device : kDevices) {
+    if (device.limits.compute_capability == 90) h200 = device.limits;
+  }
+  h200.num_sms = 132;
+  const auto sliced = [&](int rows, int k, int segments, int tokens) {
+    GemmProblem problem{rows, k, segments, tokens, true};
+    problem.wgmma = true;
+    return sums_in_slices(problem, configure(problem, h200));
+  };
+  require(sliced(4096, 4096, 1, 64) && sliced(4096, 14336, 1, 64), "o_proj and down of 64 rows");
+  require(sliced(2048, 4096, 2, 48), "K and V of an extend");
+  require(sliced(4096, 12288, 1, 192) && sliced(4096, 12288, 1, 65), "fuse of more than 64");
+  require(!sliced(6144, 4096, 2, 64), "qkv: too few blocks a tile for a common wait");
+  require(!sliced(28672, 4096, 1, 64) && !sliced(32000, 4096, 1, 64), "gate_up and head: two");
+  require(!sliced(4096, 4096, 1, 32) && !sliced(4096, 4096, 1, 1), "few rows");
+}
+
 // Lanes that read shared memory together: a quarter of a warp 16 bytes each, a half 8 bytes.
 TEST_CASE("bf16_unit: each unit once, and no bank twice") {
   for (int half = 0; half < 2; ++half) {
