@@ -77,8 +77,9 @@ BatchTensors batch_of(const RowsView& rows, Device device) {
   batch.draft_from = rows.draft_from;
   batch.req_pool_indices = rows.req_pool_indices;
   batch.seq_lens = rows.seq_lens;
+  batch.out_cache_loc = rows.out_cache_loc;
   for (TensorView* const view : {&batch.aux_hidden_states, &batch.input_ids, &batch.row_start, &batch.num_valid,
-                                 &batch.draft_from, &batch.req_pool_indices, &batch.seq_lens})
+                                 &batch.draft_from, &batch.req_pool_indices, &batch.seq_lens, &batch.out_cache_loc})
     view->device = device;
   return batch;
 }
@@ -88,6 +89,17 @@ std::map<std::string, std::int64_t> counters_of(const DrafterLink& link) {
   for (int i = 0; i < kNumFaults; ++i)
     found[name_of(static_cast<Fault>(i))] = link.faults()[static_cast<std::size_t>(i)];
   return found;
+}
+
+// A table of req_to_token in host memory, as pooled terms have it.
+TensorView borrowed_table(py::handle table, const Terms& terms) {
+  TensorView found = borrow(table, "req_to_token");
+  found.expect("req_to_token", Device{}, {DType::kI32}, {terms.num_slots, terms.table_width});
+  return found;
+}
+
+const std::int32_t* table_of(const py::object& table, const Terms& terms) {
+  return table.is_none() ? nullptr : borrowed_table(table, terms).as<const std::int32_t>();
 }
 
 // Rank 0's client with what its batches are checked against.
@@ -104,7 +116,8 @@ void bind_terms(py::module_& m) {
   py::class_<Terms>(m, "BridgeTerms").def(py::init<>())
       EAGLEX_FIELD(Terms, version) EAGLEX_FIELD(Terms, num_ranks) EAGLEX_FIELD(Terms, max_lanes)
       EAGLEX_FIELD(Terms, num_draft_tokens) EAGLEX_FIELD(Terms, num_steps) EAGLEX_FIELD(Terms, num_slots)
-      EAGLEX_FIELD(Terms, vocab_size) EAGLEX_FIELD(Terms, aux_width) EAGLEX_FIELD(Terms, max_rows);
+      EAGLEX_FIELD(Terms, vocab_size) EAGLEX_FIELD(Terms, aux_width) EAGLEX_FIELD(Terms, max_rows)
+      EAGLEX_FIELD(Terms, num_kv_slots) EAGLEX_FIELD(Terms, table_width);
 #undef EAGLEX_FIELD
 #define EAGLEX_TENSOR(name)                                                              \
   .def_property(                                                                         \
@@ -234,19 +247,22 @@ void bind_ranks(py::module_& m) {
 void bind_drafter(py::module_& m) {
   py::class_<Client>(m, "DrafterClient")
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
-                       const EngineLimits& limits, double deadline, double rejoin_after) {
+                       const EngineLimits& limits, double deadline, double rejoin_after, const py::object& table) {
              return std::unique_ptr<Client>(new Client{
-                 config, speculation, limits, DrafterClient(group, {seconds(deadline), seconds(rejoin_after)})});
+                 config, speculation, limits,
+                 DrafterClient(group, {seconds(deadline), seconds(rejoin_after)}, table_of(table, group.terms()))});
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
-           py::arg("deadline"), py::arg("rejoin_after"), py::keep_alive<1, 2>())
+           py::arg("deadline"), py::arg("rejoin_after"), py::arg("req_to_token") = py::none(), py::keep_alive<1, 2>())
       .def(
           "draft",
-          [](Client& self, const BatchTensors& batch, const FollowerTensors& results) {
+          [](Client& self, const BatchTensors& batch, const FollowerTensors& results,
+             const std::vector<std::uint8_t>& begins, const std::vector<std::int32_t>& table_lens) {
             const DraftBatch block = batch.check(self.config, self.speculation, self.limits, Device{});
-            return self.client.draft(block, results.results()) == Verdict::kDraft;
+            return self.client.draft(block, results.results(), {begins, table_lens}) == Verdict::kDraft;
           },
-          py::arg("batch"), py::arg("results"), py::call_guard<py::gil_scoped_release>())
+          py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("begins") = std::vector<std::uint8_t>{},
+          py::arg("table_lens") = std::vector<std::int32_t>{}, py::call_guard<py::gil_scoped_release>())
       .def("take_warning", [](Client& self) { return self.client.link().take_warning(); })
       .def("counters", [](Client& self) { return counters_of(self.client.link()); });
   py::class_<DrafterServer>(m, "DrafterServer")
@@ -280,10 +296,22 @@ void bind_drafter(py::module_& m) {
             put("draft_from", rows->draft_from);
             put("req_pool_indices", rows->req_pool_indices);
             put("seq_lens", rows->seq_lens);
+            if (rows->out_cache_loc) {
+              put("out_cache_loc", rows->out_cache_loc);
+              put("table_lens", rows->table_lens);
+              put("table", rows->table);
+            }
             return found;
           },
           py::arg("wait"),
           "As next, for an engine on another device: by name address, type and shape, in shared memory.")
+      .def_property_readonly("anew", &DrafterServer::anew)
+      .def(
+          "write_table",
+          [](const DrafterServer& self, py::handle table) {
+            self.write_table(borrowed_table(table, self.terms()).as<std::int32_t>());
+          },
+          py::arg("table"))
       .def(
           "reply",
           [](DrafterServer& self, const FollowerTensors& results, bool draft) {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglex.bridge import Bridge, Invitation, LinkOptions, _follower_tensors
+from eaglex.bridge import Bridge, HostPool, Invitation, LinkOptions, _follower_tensors
 from eaglex.config import DraftConfig
 from eaglex.engine import (
     DraftBatch,
@@ -33,10 +33,43 @@ from eaglex.errors import DeviceError, EaglexError, first_line
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterPool:
+    """A drafter's K and V where they lie in the host's KV slots, and its table, which follows the host's.
+
+    req_to_token [num_slots, table_width] int32; draft_k, draft_v per layer [num_kv_slots, num_kv_heads, head_dim]. All
+    of them are bound to the drafter's engine.
+    """
+
+    req_to_token: Tensor
+    draft_k: list[Tensor]
+    draft_v: list[Tensor]
+
+    @classmethod
+    def allocate(cls, config: DraftConfig, shape: HostPool, *, num_slots: int, dtype: torch.dtype,
+                 device: torch.device) -> DrafterPool:  # fmt: skip
+        """Empty: zeroed, since a slot that nothing was written to may be read, and NaN in it would void a draft."""
+        sizes = (shape.num_kv_slots, config.num_kv_heads, config.head_dim)
+        table = torch.full((num_slots, shape.table_width), -1, dtype=torch.int32, device=device)
+        k, v = ([torch.zeros(sizes, dtype=dtype, device=device) for _ in range(config.num_layers)] for _ in range(2))
+        return cls(req_to_token=table, draft_k=k, draft_v=v)
+
+    @property
+    def shape(self) -> HostPool:
+        """What it must have in common with the host's."""
+        return HostPool(num_kv_slots=self.draft_k[0].shape[0], table_width=self.req_to_token.shape[1])
+
+    def clear(self) -> None:
+        """As allocated: rows were missed, so whatever is in a KV slot may be another request's by now."""
+        self.req_to_token.fill_(-1)
+        for tensor in (*self.draft_k, *self.draft_v):
+            tensor.zero_()
+
+
 class _Client:
     """Rank 0's way to a dedicated drafter: drafts into the bridge's results, or none. No drafter's fault raises."""
 
-    def __init__(self, made: Any, bridge: Bridge, config: DraftConfig, options: LinkOptions, **where: int) -> None:
+    def __init__(self, made: Any, bridge: Bridge, config: DraftConfig, options: LinkOptions, **where: Any) -> None:
         binary = self._binary = bridge._binary
         self._bridge, self._results = bridge, bridge._tensors
         self._client = made(
@@ -68,27 +101,42 @@ class _Client:
 
 
 class DrafterClient(_Client):
-    """By host memory, which the bridge's results are in."""
+    """By host memory, which the bridge's results are in.
 
-    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
-        super().__init__(bridge._binary.DrafterClient, bridge, config, options)
+    `req_to_token` [num_slots, table_width] int32 is the host's table, of a bridge with a HostPool.
+    """
 
-    def draft(self, batch: DraftBatch) -> bool:
+    def __init__(
+        self, bridge: Bridge, config: DraftConfig, options: LinkOptions, req_to_token: Tensor | None = None
+    ) -> None:
+        self._table = req_to_token
+        super().__init__(bridge._binary.DrafterClient, bridge, config, options, req_to_token=req_to_token)
+
+    def draft(self, batch: DraftBatch, *, begins: Sequence[bool] = (), table_lens: Sequence[int] = ()) -> bool:
         """One cycle, in host memory: whether drafts have come back by the deadline.
 
         Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
+
+        With a HostPool the batch has out_cache_loc, and `begins` [B] says which rows are a prompt's: from such a cycle on
+        a request is asked about for as long as it is in every cycle. Of its row of the host's table the first table_lens
+        [B] entries go with it: all in front of a prompt's rows, and again what the host has rewritten. ShapeError where
+        one of them is missing.
         """
-        return bool(self._client.draft(_fill(self._binary.BatchTensors(), **_fields(batch)), self._results))
+        filled = _fill(self._binary.BatchTensors(), **_fields(batch))
+        lanes = {"begins": [int(flag) for flag in begins], "table_lens": list(table_lens)}
+        return bool(self._client.draft(filled, self._results, **lanes))
 
 
 class DrafterServer:
     """The dedicated drafter's end. Rows come and drafts go through host memory, wherever `engine` is."""
 
-    def __init__(self, group: Any, engine: DraftEngine) -> None:
+    def __init__(self, group: Any, engine: DraftEngine, pool: DrafterPool | None = None) -> None:
         binary = _extension()
-        self._group, self._engine = group, engine
+        self._group, self._engine, self._pool = group, engine, pool
         self._server = binary.DrafterServer(group)
         self._on_cpu = engine.device.type == "cpu"
+        # the host's memory has the messages: an engine elsewhere gets those rows of its table that changed
+        self._table = None if pool is None or self._on_cpu else pool.req_to_token.cpu()
         self._sent = engine.results if self._on_cpu else DraftResults.allocate(engine.speculation, engine.limits)
         self._results = _follower_tensors(binary, self._sent)
 
@@ -98,7 +146,13 @@ class DrafterServer:
         if not batch:
             return False
         try:
+            if self._pool is not None and self._server.anew:
+                self._pool.clear()
+                if self._table is not None:
+                    self._table.fill_(-1)
             if self._on_cpu:
+                if self._pool is not None:
+                    self._server.write_table(self._pool.req_to_token)
                 self._engine._engine.run(batch, 0)
             else:
                 self._run(batch)
@@ -115,6 +169,11 @@ class DrafterServer:
         try:
             rows = {name: _borrowed(*found).to(device) for name, found in memory.items()}
             rows["draft_from"] = rows["draft_from"].bool()
+            if self._pool is not None and self._table is not None:
+                del rows["table"], rows["table_lens"]
+                self._server.write_table(self._table)  # where the message is
+                slots = rows["req_pool_indices"]
+                self._pool.req_to_token[slots] = self._table[slots.cpu()].to(device)
             engine.run(DraftBatch(**rows), current_stream(device))
             for name in ("draft_tokens", "parents", "num_nodes", "drafted_for"):
                 getattr(self._sent, name).copy_(getattr(engine.results, name))
@@ -195,8 +254,13 @@ def _borrowed(address: int, dtype: str, shape: list[int]) -> Tensor:
     return torch.frombuffer(memory, dtype=kind, count=count).view(shape)
 
 
-def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServer | RelayServer:
-    """Join that group with this engine. Raises BridgeError where its sizes are not the group's; rank 0 then knows."""
+def join_as_drafter(
+    invitation: Invitation, engine: DraftEngine, pool: DrafterPool | None = None
+) -> DrafterServer | RelayServer:
+    """Join that group with this engine, bound to `pool` where that group's host has one.
+
+    Raises BridgeError where its sizes are not the group's; rank 0 then knows.
+    """
     binary = _extension()
     own = {
         "num_draft_tokens": engine.speculation.num_draft_tokens,
@@ -206,8 +270,9 @@ def join_as_drafter(invitation: Invitation, engine: DraftEngine) -> DrafterServe
         "max_rows": engine.limits.max_rows,
         "vocab_size": engine.config.vocab_size,
         "aux_width": engine.config.num_aux * engine.config.target_hidden_size,
+        **dataclasses.asdict(HostPool() if pool is None else pool.shape),
     }
     terms = _fill(binary.BridgeTerms(), **{**invitation.terms, **own})
     rank = invitation.terms["num_ranks"]
     group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
-    return RelayServer(group, engine, invitation.relay) if invitation.relay else DrafterServer(group, engine)
+    return RelayServer(group, engine, invitation.relay) if invitation.relay else DrafterServer(group, engine, pool)

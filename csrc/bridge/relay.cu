@@ -63,6 +63,8 @@ DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, int device
     : group_(group), link_(group.terms(), timing), timing_(timing), device_(device) {
   const Terms& terms = group.terms();
   expect(terms.dedicated(), ErrorCode::kBridge, "placement", "dedicated", "rank0");
+  expect(!terms.pooled(), ErrorCode::kBridge, "num_kv_slots",
+         "0 between GPUs (its table goes through host memory alone)", terms.num_kv_slots);
   expect_range("lanes to a dedicated drafter", terms.max_lanes, 1, kMaxRelayLanes);
   const OnDevice here(device);
   const auto lanes = static_cast<std::size_t>(terms.max_lanes);
