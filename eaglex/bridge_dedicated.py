@@ -117,10 +117,10 @@ class DrafterClient(_Client):
 
         Requests whose earlier rows the drafter has not all seen, since it was not there, are not asked about.
 
-        With a HostPool the batch has out_cache_loc, and `begins` [B] says which rows are a prompt's: from such a cycle on
-        a request is asked about for as long as it is in every cycle. Of its row of the host's table the first table_lens
-        [B] entries go with it: all in front of a prompt's rows, and again what the host has rewritten. ShapeError where
-        one of them is missing.
+        With a HostPool the batch has out_cache_loc, and `begins` [B] says which rows are a prompt's: from such a cycle
+        on a request is asked about for as long as it is in every cycle. Of its row of the host's table the first
+        table_lens [B] entries go with it: all in front of a prompt's rows, and again what the host has rewritten.
+        ShapeError where one of them is missing.
         """
         filled = _fill(self._binary.BatchTensors(), **_fields(batch))
         lanes = {"begins": [int(flag) for flag in begins], "table_lens": list(table_lens)}

@@ -46,7 +46,8 @@ from eaglex.hosts.sglang import break_even, compat, options
 
 BAD = -7
 MODULES = tuple(
-    f"eaglex.hosts.sglang.{name}" for name in ("draft_side", "engine_draft", "dedicated_draft", "follower_draft", "engine_worker")
+    f"eaglex.hosts.sglang.{name}"
+    for name in ("draft_side", "engine_draft", "dedicated_draft", "follower_draft", "engine_worker")
 )
 
 

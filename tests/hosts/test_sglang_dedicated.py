@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any, SupportsIndex
 
 import pytest
 import torch
@@ -40,7 +41,9 @@ def played(host: Host, turns: int = 20) -> None:
         host.step()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if name != "chain")]
+)
 def test_every_verification_is_given_the_reference_draft(name: str) -> None:
     """Prefixes are shared, slots and KV slots used again; nothing of the draft is in this process."""
     with started(SETTINGS[name], len(name)) as host:
@@ -54,7 +57,7 @@ def test_every_verification_is_given_the_reference_draft(name: str) -> None:
 
 
 def test_a_row_that_the_host_rewrites_is_sent_again() -> None:
-    """Two requests with the same prompt; the radix cache gives the second the first one's KV slots, and its own to others."""
+    """Of two requests with one prompt the second gets the first one's KV slots, and a third those that it had."""
     with started(Setting(options=OPTIONS), 2) as host:
         state = host.random.get_state(), host.choose.getstate()
         first, second = (alone(host, state) for _ in range(2))
@@ -64,13 +67,20 @@ def test_a_row_that_the_host_rewrites_is_sent_again() -> None:
         count = len(first.prompt)
         given_back, second.kv[:count] = second.kv[:count], first.kv[:count]
         host.pool.write((second.slot, slice(0, count)), torch.tensor(second.kv[:count], dtype=torch.int32))
-        host.free_kv = given_back + host.free_kv[:50]
+        host.free_kv = Stack(host.free_kv + given_back)
         third = alone(host, None)
         assert set(third.kv[: third.length]) & set(given_back)
         drafted = host.drafted
         for _ in range(3):
             host.decode([])
         assert host.drafted == drafted + 9
+
+
+class Stack(list[int]):
+    """What was given back last is dealt next, whatever is asked for."""
+
+    def pop(self, index: SupportsIndex = -1) -> int:
+        return super().pop()
 
 
 def alone(host: Host, state: tuple[torch.Tensor, object] | None) -> Request:
@@ -86,6 +96,15 @@ def alone(host: Host, state: tuple[torch.Tensor, object] | None) -> Request:
     return request
 
 
+def comes_back(draft: Any, drafters: int) -> None:
+    """Wait until so many processes have joined."""
+    until = time.monotonic() + 60
+    while draft.client._bridge.generation() < drafters:
+        assert time.monotonic() < until
+        draft.process.keep()
+        time.sleep(0.02)
+
+
 def settled(host: Host, *, drafts: bool) -> None:
     """Verify what runs; without `drafts` each request is to be verified by its root alone."""
     if not drafts:
@@ -94,9 +113,10 @@ def settled(host: Host, *, drafts: bool) -> None:
     host.decode([])
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_killed_costs_no_token_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     """Rows of requests that run are missed: they go without; those that begin when it is back are drafted for."""
-    with started(Setting(options=OPTIONS), 4) as host:
+    with started(Setting(overlap=False, options=OPTIONS), 4) as host:  # drafts are there when a forward returns
         draft = host.worker._draft_worker
         alone(host, None)
         settled(host, drafts=True)
@@ -111,10 +131,7 @@ def test_a_drafter_that_is_killed_costs_no_token_and_comes_back(caplog: pytest.L
             settled(host, drafts=False)
         assert draft.counters()["gone"] == 1
         assert sum("fell out of use" in record.message for record in caplog.records) == 1
-        until = time.monotonic() + 60
-        while draft.client._bridge.generation() < 2 and time.monotonic() < until:
-            draft.process.keep()
-            time.sleep(0.02)
+        comes_back(draft, 2)
         settled(host, drafts=False)  # rank 0 hears of its successor, which rests
         time.sleep(1.1)
         settled(host, drafts=False)
@@ -128,33 +145,58 @@ def test_a_drafter_that_is_killed_costs_no_token_and_comes_back(caplog: pytest.L
         assert draft.counters()["returns"] == 1
 
 
+@pytest.mark.slow
 def test_a_schedule_goes_on_when_the_drafter_is_killed_again_and_again() -> None:
     """Whatever is drafted for is verified; what the target says does not depend on it."""
     with started(Setting(options=OPTIONS), 9) as host:
         draft = host.worker._draft_worker
         played(host, 4)
-        plain = host.verify
-        host.verify = lambda batch, **given: unchecked(host, plain, batch, given)  # type: ignore[method-assign]
-        for turn in range(24):
-            if turn in (3, 12):
-                os.kill(draft.process.pid, signal.SIGKILL)
+        tolerant = Tolerant(host)
+        for drafters in (1, 2):
+            comes_back(draft, drafters)
             host.step()
-        assert draft.counters()["gone"] >= 1
-        assert host.verified > 30
+            time.sleep(1.1)  # it rests
+            before = host.drafted
+            for turn in range(16):
+                if turn == 10:
+                    tolerant.loose |= {request.number for request in host.running if request.unfinished}
+                    os.kill(draft.process.pid, signal.SIGKILL)
+                    os.waitid(os.P_PID, draft.process.pid, os.WEXITED | os.WNOWAIT)
+                host.step()
+            assert host.drafted > before
+            assert draft.counters()["gone"] == drafters
 
 
-def unchecked(host: Host, verify: object, batch: object, given: dict[str, object]) -> object:
-    """A verification of whatever tree it is given, the reference's or a root: nothing else may come."""
-    nodes = host.setting.nodes
-    made = batch.spec_info.draft_token.view(-1, nodes)  # type: ignore[attr-defined]
-    for place, request in enumerate(batch.reqs):  # type: ignore[attr-defined]
-        root = reference.tree(reference.Draft.none(), request.bonus, request.length, nodes)
-        if made[place].tolist() == root.draft_tokens.tolist():
-            request.expected = reference.Draft.none()
-    return verify(batch, **given)  # type: ignore[operator]
+class Tolerant:
+    """In front of the host's check: a request may go without a draft, and one whose first tokens' rows the drafter may
+    have missed, those of a prefix or of a prompt in pieces, may have another one than the reference's.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.loose = host, set[int]()
+        self._verify, self._join = host.verify, host.join
+        host.verify, host.join = self.verify, self.join  # type: ignore[method-assign]
+
+    def join(self) -> Request:
+        request = self._join()
+        if request.length:
+            self.loose.add(request.number)
+        return request
+
+    def verify(self, batch: Any, **given: Any) -> Any:
+        nodes = self.host.setting.nodes
+        made = batch.spec_info.draft_token.view(-1, nodes)
+        for place, request in enumerate(batch.reqs):
+            root = reference.tree(reference.Draft.none(), request.bonus, request.length, nodes)
+            if made[place].tolist() == root.draft_tokens.tolist():
+                request.expected = reference.Draft.none()
+            elif request.number in self.loose:
+                chain = torch.arange(nodes - 1)
+                request.expected = reference.Draft(made[place, 1:], chain, chain * 0.0)
+        return self._verify(batch, **given)
 
 
-def test_it_charges_nothing_and_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_charges_nothing_and_refuses_what_it_cannot_do() -> None:
     with started(Setting(options=OPTIONS), 1) as host:
         assert host.worker._draft_worker.kv_bytes_per_token == 0
     from eaglex.hosts.sglang import engine_arguments, options

@@ -1,8 +1,8 @@
 """Rank 0 where a further process drafts: rows go to it, its drafts come back, and all ranks hear of them.
 
-Nothing of the draft is on the target's devices: no weights, no K and V, no engine. Whatever becomes of the drafter costs
-drafts and nothing else (docs/bridge.md). The drafter's K and V lie in the host's KV slots, so that it shares prefixes
-as the host does: each batch goes with its out_cache_loc, and rows of the host's table at each prefill and where they
+Nothing of the draft is on the target's devices: no weights, no K and V, no engine. Whatever becomes of the drafter
+costs drafts and nothing else (docs/bridge.md). The drafter's K and V lie in the host's KV slots, so that it shares
+prefixes as the host does: each batch goes with its out_cache_loc, and rows of the host's table at each prefill and where they
 were rewritten.
 """
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from eaglex.bridge import Bridge, HostPool, Members
@@ -78,7 +79,7 @@ class Ranks:
         if self.size == 1 and not aux_width:
             return None
         self._bridges += 1  # each has its own part of the store
-        found = torch.distributed.HashStore() if self.size == 1 else distributed_c10d._get_default_store()
+        found = HashStore() if self.size == 1 else distributed_c10d._get_default_store()
         store = distributed_c10d.PrefixStore(f"eaglex/{self._bridges}", found)
         members = Members(store, rank=self.rank, num_ranks=self.size, deadline=self._options.join_deadline)
         return Bridge(
