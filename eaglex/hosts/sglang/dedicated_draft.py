@@ -2,8 +2,8 @@
 
 Nothing of the draft is on the target's devices: no weights, no K and V, no engine. Whatever becomes of the drafter
 costs drafts and nothing else (docs/bridge.md). The drafter's K and V lie in the host's KV slots, so that it shares
-prefixes as the host does: each batch goes with its out_cache_loc, and rows of the host's table at each prefill and where they
-were rewritten.
+prefixes as the host does: each batch goes with its out_cache_loc, and rows of the host's table at each prefill and
+where they were rewritten.
 """
 
 from __future__ import annotations
