@@ -91,15 +91,18 @@ std::map<std::string, std::int64_t> counters_of(const DrafterLink& link) {
   return found;
 }
 
-// A table of req_to_token in host memory, as pooled terms have it.
-TensorView borrowed_table(py::handle table, const Terms& terms) {
+enum class Where : std::uint8_t { kHost, kDevice };
+
+// A table of req_to_token as pooled terms have it, in host memory or where a relay's end has it.
+TensorView borrowed_table(py::handle table, const Terms& terms, Where where = Where::kHost) {
   TensorView found = borrow(table, "req_to_token");
-  found.expect("req_to_token", Device{}, {DType::kI32}, {terms.num_slots, terms.table_width});
+  found.expect("req_to_token", where == Where::kHost ? Device{} : found.device, {DType::kI32},
+               {terms.num_slots, terms.table_width});
   return found;
 }
 
-const std::int32_t* table_of(const py::object& table, const Terms& terms) {
-  return table.is_none() ? nullptr : borrowed_table(table, terms).as<const std::int32_t>();
+std::int32_t* table_of(const py::object& table, const Terms& terms, Where where = Where::kHost) {
+  return table.is_none() ? nullptr : borrowed_table(table, terms, where).as<std::int32_t>();
 }
 
 // Rank 0's client with what its batches are checked against.
@@ -331,30 +334,40 @@ struct Relay {
 void bind_relay(py::module_& m) {
   py::class_<Relay>(m, "RelayClient")
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
-                       const EngineLimits& limits, double deadline, double rejoin_after, int device) {
+                       const EngineLimits& limits, double deadline, double rejoin_after, int device,
+                       const py::object& table) {
+             const RelayHost host = {device, table_of(table, group.terms(), Where::kDevice)};
              return std::unique_ptr<Relay>(
                  new Relay{config, speculation, limits,
-                           make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, device)});
+                           make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, host)});
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
-           py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::keep_alive<1, 2>())
+           py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::arg("req_to_token") = py::none(),
+           py::keep_alive<1, 2>())
       .def("joined", [](Relay& self) { return self.client->joined(); })
       .def("offer", [](const Relay& self) { return self.client->offer(); })
       .def(
           "draft",
           [](Relay& self, const BatchTensors& batch, const FollowerTensors& results, const Ids& slots,
-             const Ids& seq_lens, const Ids& new_lens, std::uintptr_t stream) {
+             const Ids& seq_lens, const Ids& new_lens, const std::vector<std::uint8_t>& begins,
+             const std::vector<std::uint8_t>& rewritten, std::uintptr_t stream) {
             const DraftBatch block = batch.check(self.config, self.speculation, self.limits, results.num_nodes.device);
-            const KnownLanes lanes = {slots, seq_lens, new_lens};
+            const KnownLanes lanes = {slots, seq_lens, new_lens, begins, rewritten};
             return self.client->draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
           },
           py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("seq_lens"),
-          py::arg("new_lens"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+          py::arg("new_lens"), py::arg("begins") = std::vector<std::uint8_t>{},
+          py::arg("rewritten") = std::vector<std::uint8_t>{}, py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>())
       .def("take_warning", [](Relay& self) { return self.client->link().take_warning(); })
       .def("counters", [](Relay& self) { return counters_of(self.client->link()); });
   py::class_<RelayServer>(m, "RelayServer")
-      .def(py::init(&make_relay_server), py::arg("group"), py::kw_only(), py::arg("device"), py::arg("offer"),
+      .def(py::init([](Group& group, int device, const std::string& offer, const py::object& table) {
+             return make_relay_server(group, {device, table_of(table, group.terms(), Where::kDevice)}, offer);
+           }),
+           py::arg("group"), py::kw_only(), py::arg("device"), py::arg("offer"), py::arg("req_to_token") = py::none(),
            py::keep_alive<1, 2>())
+      .def_property_readonly("anew", &RelayServer::anew)
       .def(
           "next",
           [](RelayServer& self, double wait, const FollowerTensors& results,

@@ -60,8 +60,10 @@ class DrafterPool:
         return HostPool(num_kv_slots=self.draft_k[0].shape[0], table_width=self.req_to_token.shape[1])
 
     def clear(self) -> None:
-        """As allocated: rows were missed, so whatever is in a KV slot may be another request's by now."""
-        self.req_to_token.fill_(-1)
+        """No K and V: rows were missed, so whatever is in a KV slot may be another request's by now.
+
+        The table may stay: of a request that begins, all in front of its rows comes with them.
+        """
         for tensor in (*self.draft_k, *self.draft_v):
             tensor.zero_()
 
@@ -148,8 +150,6 @@ class DrafterServer:
         try:
             if self._pool is not None and self._server.anew:
                 self._pool.clear()
-                if self._table is not None:
-                    self._table.fill_(-1)
             if self._on_cpu:
                 if self._pool is not None:
                     self._server.write_table(self._pool.req_to_token)
@@ -184,8 +184,11 @@ class DrafterServer:
 class RelayClient(_Client):
     """Where the drafter is on another GPU: rows out of this one's memory, and drafts into it, as the results are."""
 
-    def __init__(self, bridge: Bridge, config: DraftConfig, options: LinkOptions) -> None:
-        super().__init__(bridge._binary.RelayClient, bridge, config, options, device=bridge.device.index or 0)
+    def __init__(
+        self, bridge: Bridge, config: DraftConfig, options: LinkOptions, req_to_token: Tensor | None = None
+    ) -> None:
+        self._table, device = req_to_token, bridge.device.index or 0
+        super().__init__(bridge._binary.RelayClient, bridge, config, options, device=device, req_to_token=req_to_token)
 
     def invitation(self) -> Invitation:
         """With the way to this GPU."""
@@ -196,18 +199,29 @@ class RelayClient(_Client):
         return bool(self._client.joined())
 
     def draft(
-        self, batch: DraftBatch, *, slots: Sequence[int], seq_lens: Sequence[int], new_lens: Sequence[int]
+        self,
+        batch: DraftBatch,
+        *,
+        slots: Sequence[int],
+        seq_lens: Sequence[int] = (),
+        new_lens: Sequence[int] = (),
+        begins: Sequence[bool] = (),
+        rewritten: Sequence[bool] = (),
     ) -> bool:
         """One cycle on the current stream: rows out, and at the deadline at the latest drafts, or none, in the results.
 
         The batch is on the device; slots and lengths are what the host knows of it: before these rows, and with them.
         False where nobody was asked and nothing was enqueued. Requests whose earlier rows the drafter has not all seen
         are not asked about. What became of a request shows in the next call.
+
+        With a HostPool no lengths are needed. `begins` [B] is as in DrafterClient.draft; such a request's row of the
+        host's table travels up to its length before these rows, and so does that of one that `rewritten` [B] names.
         """
         stream = current_stream(self._bridge.device)
         fields = _fields(batch)
         filled = _fill(self._binary.BatchTensors(), **fields)
-        lanes = {"slots": list(slots), "seq_lens": list(seq_lens), "new_lens": list(new_lens)}
+        flags = {"begins": [int(flag) for flag in begins], "rewritten": [int(flag) for flag in rewritten]}
+        lanes = {"slots": list(slots), "seq_lens": list(seq_lens), "new_lens": list(new_lens), **flags}
         try:
             return bool(self._client.draft(filled, self._results, **lanes, stream=stream))
         finally:
@@ -217,11 +231,12 @@ class RelayClient(_Client):
 class RelayServer:
     """The dedicated drafter's end where rank 0's GPU writes into this one's memory."""
 
-    def __init__(self, group: Any, engine: DraftEngine, offer: str) -> None:
+    def __init__(self, group: Any, engine: DraftEngine, offer: str, pool: DrafterPool | None = None) -> None:
         binary = _extension()
-        self._engine, self._group = engine, group
+        self._engine, self._group, self._pool = engine, group, pool
         self._results = _follower_tensors(binary, engine.results)
-        self._server = binary.RelayServer(group, device=engine.device.index or 0, offer=offer)
+        table = None if pool is None else pool.req_to_token
+        self._server = binary.RelayServer(group, device=engine.device.index or 0, offer=offer, req_to_token=table)
 
     def serve(self, wait: float) -> bool:
         """As DrafterServer: the rows arrive on the device while the cycle is being enqueued behind them."""
@@ -232,6 +247,8 @@ class RelayServer:
             return False
         drafted = True
         try:
+            if self._pool is not None and self._server.anew:
+                self._pool.clear()  # behind the table's rows, in front of the first K and V
             engine._engine.run(batch, stream)
         except EaglexError as error:
             _log.error("drafting failed: %s", error)
@@ -275,4 +292,6 @@ def join_as_drafter(
     terms = _fill(binary.BridgeTerms(), **{**invitation.terms, **own})
     rank = invitation.terms["num_ranks"]
     group = binary.BridgeGroup.join(invitation.address, terms, invitation.identity, rank)
-    return RelayServer(group, engine, invitation.relay) if invitation.relay else DrafterServer(group, engine, pool)
+    if invitation.relay:
+        return RelayServer(group, engine, invitation.relay, pool)
+    return DrafterServer(group, engine, pool)
