@@ -6,8 +6,6 @@
 // cycle. As many rounds before, at most 200, are checked. Prints one JSON row per transport and size; times are of rank 0's %globaltimer
 // between the ends of two rounds. push_us is what a push costs the stream that it is on, receivers being elsewhere.
 #include <cuda_runtime.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -24,6 +22,7 @@
 #include "bridge/push.h"
 #include "bridge/segment.h"
 #include "core/error.h"
+#include "two_processes.h"
 
 using namespace eaglex;          // NOLINT(google-build-using-namespace)
 using namespace eaglex::bridge;  // NOLINT(google-build-using-namespace)
@@ -301,23 +300,13 @@ int main(int count, char** arguments) {
   // Before any use of CUDA, which does not survive a fork.
   std::vector<Segment> memory;
   for (std::size_t i = 0; i < cases.size(); ++i) memory.push_back(Segment::create(2 << 20, "bench-bridge"));
-  pid_t children[2];
-  for (int rank = 0; rank < 2; ++rank) {
-    children[rank] = fork();
-    if (children[rank] != 0) continue;
+  return in_two_processes([&](int rank) {
     int code = 0;
     for (std::size_t i = 0; i < cases.size() && code == 0; ++i) {
       std::byte* const shared = memory[i].data();
       code = run(rank, cases[i], *reinterpret_cast<Shared*>(shared), shared + (1 << 20));
       std::fflush(stdout);
     }
-    _exit(code);
-  }
-  int failures = 0;
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    failures += status == 0 ? 0 : 1;
-  }
-  return failures == 0 ? 0 : 1;
+    return code;
+  });
 }

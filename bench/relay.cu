@@ -5,8 +5,6 @@
 //
 // Prints one JSON row; ends with 1 where a request was lost or a value is wrong.
 #include <cuda_runtime.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +18,7 @@
 #include "bridge/device.h"
 #include "bridge/relay.h"
 #include "bridge/segment.h"
+#include "two_processes.h"
 
 using namespace eaglex;          // NOLINT(google-build-using-namespace)
 using namespace eaglex::bridge;  // NOLINT(google-build-using-namespace)
@@ -296,26 +295,14 @@ int main(int count, char** arguments) {
   const int most_us = count > 2 ? std::atoi(arguments[2]) : 0;
   Segment memory = Segment::create(4096, "bench-relay");  // before any use of CUDA, which does not survive a fork
   auto& shared = *reinterpret_cast<Shared*>(memory.data());
-  pid_t children[2];
-  for (int which = 0; which < 2; ++which) {
-    children[which] = fork();
-    if (children[which] != 0) continue;
-    int code = 1;
+  return in_two_processes([&](int which) {
     try {
-      code = which == 0 ? rank0(requests, most_us, shared) : drafter(most_us, shared);
+      return which == 0 ? rank0(requests, most_us, shared) : drafter(most_us, shared);
     } catch (const std::exception& error) {
-      if (which == 1 && shared.done != 0) _exit(0);  // rank 0 has ended, as it does
+      if (which == 1 && shared.done != 0) return 0;  // rank 0 has ended, as it does
       std::fprintf(stderr, "%s: %s\n", which == 0 ? "rank 0" : "drafter", error.what());
       shared.done = 1;
+      return 1;
     }
-    std::fflush(stdout);
-    _exit(code);
-  }
-  int failures = 0;
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    failures += status == 0 ? 0 : 1;
-  }
-  return failures == 0 ? 0 : 1;
+  });
 }

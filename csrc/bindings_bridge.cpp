@@ -106,12 +106,26 @@ std::int32_t* table_of(const py::object& table, const Terms& terms, Where where 
 }
 
 // Rank 0's client with what its batches are checked against.
-struct Client {
+template <class Link>
+struct Checked {
   DraftConfig config;
   SpeculationConfig speculation;
   EngineLimits limits;
-  DrafterClient client;
+  std::unique_ptr<Link> client;
+
+  [[nodiscard]] DraftBatch check(const BatchTensors& batch, Device device) const {
+    return batch.check(config, speculation, limits, device);
+  }
 };
+using Client = Checked<DrafterClient>;
+using Relay = Checked<RelayClient>;
+
+// What every client is asked besides drafts.
+template <class Link>
+void bind_link(py::class_<Checked<Link>>& bound) {
+  bound.def("take_warning", [](Checked<Link>& self) { return self.client->link().take_warning(); })
+      .def("counters", [](Checked<Link>& self) { return counters_of(self.client->link()); });
+}
 
 void bind_terms(py::module_& m) {
   // clang-format off: reads as a table
@@ -248,12 +262,13 @@ void bind_ranks(py::module_& m) {
 }
 
 void bind_drafter(py::module_& m) {
-  py::class_<Client>(m, "DrafterClient")
+  py::class_<Client> client(m, "DrafterClient");
+  client
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
                        const EngineLimits& limits, double deadline, double rejoin_after, const py::object& table) {
-             return std::unique_ptr<Client>(new Client{
-                 config, speculation, limits,
-                 DrafterClient(group, {seconds(deadline), seconds(rejoin_after)}, table_of(table, group.terms()))});
+             return Client{config, speculation, limits,
+                           std::make_unique<DrafterClient>(group, LinkTiming{seconds(deadline), seconds(rejoin_after)},
+                                                           table_of(table, group.terms()))};
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
            py::arg("deadline"), py::arg("rejoin_after"), py::arg("req_to_token") = py::none(), py::keep_alive<1, 2>())
@@ -261,13 +276,12 @@ void bind_drafter(py::module_& m) {
           "draft",
           [](Client& self, const BatchTensors& batch, const FollowerTensors& results,
              const std::vector<std::uint8_t>& begins, const std::vector<std::int32_t>& table_lens) {
-            const DraftBatch block = batch.check(self.config, self.speculation, self.limits, Device{});
-            return self.client.draft(block, results.results(), {begins, table_lens}) == Verdict::kDraft;
+            const PooledLanes pooled = {begins, table_lens};
+            return self.client->draft(self.check(batch, {}), results.results(), pooled) == Verdict::kDraft;
           },
           py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("begins") = std::vector<std::uint8_t>{},
-          py::arg("table_lens") = std::vector<std::int32_t>{}, py::call_guard<py::gil_scoped_release>())
-      .def("take_warning", [](Client& self) { return self.client.link().take_warning(); })
-      .def("counters", [](Client& self) { return counters_of(self.client.link()); });
+          py::arg("table_lens") = std::vector<std::int32_t>{}, py::call_guard<py::gil_scoped_release>());
+  bind_link(client);
   py::class_<DrafterServer>(m, "DrafterServer")
       .def(py::init<Group&>(), py::arg("group"), py::keep_alive<1, 2>())
       .def(
@@ -323,23 +337,15 @@ void bind_drafter(py::module_& m) {
           py::arg("results"), py::kw_only(), py::arg("draft"), py::call_guard<py::gil_scoped_release>());
 }
 
-// As Client.
-struct Relay {
-  DraftConfig config;
-  SpeculationConfig speculation;
-  EngineLimits limits;
-  std::unique_ptr<RelayClient> client;
-};
-
 void bind_relay(py::module_& m) {
-  py::class_<Relay>(m, "RelayClient")
+  py::class_<Relay> client(m, "RelayClient");
+  client
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
                        const EngineLimits& limits, double deadline, double rejoin_after, int device,
                        const py::object& table) {
              const RelayHost host = {device, table_of(table, group.terms(), Where::kDevice)};
-             return std::unique_ptr<Relay>(
-                 new Relay{config, speculation, limits,
-                           make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, host)});
+             return Relay{config, speculation, limits,
+                          make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, host)};
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
            py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::arg("req_to_token") = py::none(),
@@ -351,16 +357,15 @@ void bind_relay(py::module_& m) {
           [](Relay& self, const BatchTensors& batch, const FollowerTensors& results, const Ids& slots,
              const Ids& seq_lens, const Ids& new_lens, const std::vector<std::uint8_t>& begins,
              const std::vector<std::uint8_t>& rewritten, std::uintptr_t stream) {
-            const DraftBatch block = batch.check(self.config, self.speculation, self.limits, results.num_nodes.device);
+            const DraftBatch block = self.check(batch, results.num_nodes.device);
             const KnownLanes lanes = {slots, seq_lens, new_lens, begins, rewritten};
             return self.client->draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
           },
           py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("seq_lens"),
           py::arg("new_lens"), py::arg("begins") = std::vector<std::uint8_t>{},
           py::arg("rewritten") = std::vector<std::uint8_t>{}, py::arg("stream"),
-          py::call_guard<py::gil_scoped_release>())
-      .def("take_warning", [](Relay& self) { return self.client->link().take_warning(); })
-      .def("counters", [](Relay& self) { return counters_of(self.client->link()); });
+          py::call_guard<py::gil_scoped_release>());
+  bind_link(client);
   py::class_<RelayServer>(m, "RelayServer")
       .def(py::init([](Group& group, int device, const std::string& offer, const py::object& table) {
              return make_relay_server(group, {device, table_of(table, group.terms(), Where::kDevice)}, offer);

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.zygote import redirect
 
 # Machines that run tests beside other work are slow; a hang is found by the deadlines that are tested, not by this.
 PATIENCE = 100
@@ -84,10 +85,7 @@ class Ranks:
             os.close(pipe[1])
             port = os.read(pipe[0], PORT_BYTES).decode().strip()  # empty when the test has ended
             os.close(pipe[0])
-            for number, stream in ((1, "out"), (2, "err")):
-                file = os.open(self.folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(file, number)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            redirect(self.folder / f"{rank}.out", self.folder / f"{rank}.err")
             os.environ |= {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),

@@ -26,9 +26,17 @@ def module():
     return emulated.require()
 
 
-@pytest.mark.parametrize("transport", ["p2p", "mailbox"])
+TRANSPORTS = ["p2p", "mailbox", "nccl"]
+
+
+def plan_of(transport: str, **fields: object) -> Plan:
+    """With nccl over tests/emulator/fake_nccl.cpp, whose waits hold the driver: no other thread gets in."""
+    return Plan(device="emulated", transport=transport, fake_nccl=transport == "nccl", **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_message_arrives_whole(transport, tmp_path, module):
-    plan = Plan(device="emulated", transport=transport, cycles=60, most_stall=0.002)
+    plan = plan_of(transport, cycles=60, most_stall=0.002)
     with opened(3, plan, tmp_path, module) as world:
         found = world.all("done")
         assert world.ended() == [0, 0, 0]
@@ -60,8 +68,9 @@ def test_a_rank_that_has_split_ends_all(tmp_path, module):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named(victim, tmp_path, module):
-    plan = Plan(device="emulated", transport="mailbox", until_killed=True, deadline=3.0)
+@pytest.mark.parametrize("transport", ["mailbox", "nccl"])
+def test_a_killed_rank_is_named(transport, victim, tmp_path, module):
+    plan = plan_of(transport, until_killed=True, deadline=3.0)
     with opened(3, plan, tmp_path, module) as world:
         time.sleep(0.3)
         begun = time.monotonic()
@@ -72,8 +81,9 @@ def test_a_killed_rank_is_named(victim, tmp_path, module):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_at_the_deadline(victim, tmp_path, module):
-    plan = Plan(device="emulated", transport="p2p", until_killed=True, deadline=1.0)
+@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+def test_a_stopped_rank_is_named_at_the_deadline(transport, victim, tmp_path, module):
+    plan = plan_of(transport, until_killed=True, deadline=1.0)
     with opened(2, plan, tmp_path, module) as world:
         time.sleep(0.3)
         begun = time.monotonic()

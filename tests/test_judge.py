@@ -62,6 +62,48 @@ def test_a_wrong_key_of_one_head_is_found(speculation, head) -> None:
         rig.compare(rig.cycle([Ask(r, 5, 1 + r % 5) for r in range(12)]))
 
 
+class OnePercentOff(OnTheCpu):
+    """The engine's last norm is 1 % too large."""
+
+    def build(self):
+        right = self.weights
+        self.weights = dataclasses.replace(right, norm=(right.norm.float() * 1.01).bfloat16())
+        try:
+            return super().build()
+        finally:
+            self.weights = right
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_norm_that_is_one_percent_off_is_found(speculation) -> None:
+    rig = OnePercentOff(make_streamed_config(), speculation, layout=Layout(num_slots=13, max_batch=12, max_rows=200))
+    for request in range(12):
+        rig.join(request, 1 + request)
+    rig.judge.ENOUGH = 1
+    with pytest.raises(AssertionError, match="by depth"):
+        rig.compare(rig.cycle([Ask(r, 9) for r in range(12)]))
+
+
+def test_a_depth_that_few_drafts_reach() -> None:
+    """Errors of an H200: depths 6 and 7 are two paths. In all drafts, or 3.5 times as large, they are a fault."""
+    judge = Judge(make_streamed_config(), SpeculationConfig(num_steps=8, topk=3, num_draft_tokens=30))
+    judge.regrets = [0.0] * 42
+    judge.nodes = torch.tensor([0, 126, 377, 374, 318, 20, 2, 1, 0])
+    judge.drafts = torch.tensor([0, 42, 42, 42, 42, 12, 2, 1, 0])
+    theirs = torch.tensor([0, 0.0102, 0.0158, 0.0214, 0.0260, 0.0310, 0.0221, 0.0596, 0], dtype=torch.float64)
+    error = torch.tensor([0, 0.0068, 0.0110, 0.0162, 0.0223, 0.0394, 0.0972, 0.1633, 0], dtype=torch.float64)
+    judge.allowed, judge.error, judge.worst_at = theirs.square() * judge.nodes, error.square() * judge.nodes, error
+    judge.check()
+    for depth in range(1, 8):
+        judge.error = error.square() * judge.nodes
+        judge.error[depth] *= 3.5**2
+        with pytest.raises(AssertionError, match="by depth"):
+            judge.check()
+    judge.error, judge.drafts[1:8] = error.square() * judge.nodes, 42
+    with pytest.raises(AssertionError, match="by depth"):
+        judge.check()
+
+
 def spoiled(rig, outcome, **changes: torch.Tensor) -> None:
     rig.judge = Judge(rig.config, rig.speculation)
     rig.judge.take(dataclasses.replace(rig.drafted(outcome.slot), **changes), outcome.exact, outcome.plain)

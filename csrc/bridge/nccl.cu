@@ -5,12 +5,9 @@
 #include <bit>
 #include <cstddef>
 #include <cstdlib>
-#include <cstring>
-#include <future>
-#include <new>
+#include <mutex>
 
-#include "bridge/device.h"
-#include "bridge/nccl_library.h"
+#include "bridge/nccl_threads.h"
 
 namespace eaglex::bridge {
 namespace {
@@ -21,6 +18,8 @@ constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr int kBusyPolls = 1000;  // without a pause in between: an eager call takes some ten microseconds
 // An abort waits for captured graphs that hold the communicator; beyond this it is left to them.
 constexpr auto kAbort = std::chrono::seconds(2);
+// NCCL is called by one thread at a time. One that has not come back after this sits in CUDA, which an abort ends.
+constexpr auto kTurn = std::chrono::milliseconds(200);
 
 std::string to_text(int version, const NcclUniqueId& id) {
   std::string text = concat(version, ' ');
@@ -44,17 +43,18 @@ NcclUniqueId id_of(const std::string& offer) {
 
 class NcclBridge final : public DeviceBridge {
  public:
-  NcclBridge(Group& group, const BridgeSetup& setup) : DeviceBridge(group, setup), library_(NcclLibrary::open()) {}
+  NcclBridge(Group& group, const BridgeSetup& setup)
+      : DeviceBridge(group, setup),
+        library_(NcclLibrary::open()),
+        aborter_(library_, device()),
+        look_(device(), channel().state) {}
   ~NcclBridge() override {
     stop_watching();
-    const OnDevice here(device());
     // Not destroyed but aborted: that waits for no other rank.
-    if (const Comm comm = comm_.exchange(nullptr); comm != nullptr) {
-      settle();
-      abort(comm, true);
-    }
-    look_stream_.reset();
-    static_cast<void>(cudaFreeHost(seen_));
+    if (comm_ == nullptr) return;
+    settle();
+    abandon();
+    aborter_.wait(kAbort);
   }
 
   [[nodiscard]] std::string offer() override {
@@ -85,12 +85,7 @@ class NcclBridge final : public DeviceBridge {
     comm_ = comm;
     finish(result, "communicator");
     warm_up();
-    void* seen = nullptr;
-    check_cuda(cudaHostAlloc(&seen, sizeof(PushState), cudaHostAllocPortable), "nccl: memory");
-    seen_ = new (seen) PushState{};
-    cudaStream_t stream = nullptr;
-    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-    look_stream_.reset(stream);
+    opened_ = true;
   }
 
   void before_receive(int lanes, Stream stream) override {
@@ -102,28 +97,25 @@ class NcclBridge final : public DeviceBridge {
     launch_mark(channel(), Mark::kDone, stream);
   }
 
-  // Its kernels know no deadline, so this does.
+  // Its kernels know no deadline, so this does. No call of CUDA here: see nccl_threads.h.
   void look() override {
-    if (const Comm comm = comm_; comm != nullptr) {
-      int error = kNcclSuccess;
-      const int result = library_.comm_async_error(comm, &error);
-      for (const int found : {result, error}) {
-        if (found != kNcclSuccess && found != kNcclInProgress)
-          group().end(culprit(), concat("nccl: ", library_.error_string(found)));
-      }
-    }
-    const Progress now = last_seen();
-    if (now.begun <= now.done || now.begun != waited_for_) {
+    ask_for_errors();
+    const DeviceLook::Found found = look_.found();
+    const Progress now = progress(found.state);
+    const bool waits = now.begun > now.done && now.begun == waited_for_;
+    if (!waits) {
       waited_for_ = now.begun;
       waits_since_ = Clock::now();
-      return;
     }
-    if (Clock::now() - waits_since_ < std::chrono::duration<double>(seconds())) return;
-    if (sends()) group().end(culprit(), concat("it took no message of rank 0 within ", seconds(), " s"));
-    group().end(0, concat("no message to rank ", group().rank(), " within ", seconds(), " s"));
+    if (Clock::now() - (waits ? waits_since_ : found.at) < std::chrono::duration<double>(seconds())) return;
+    // A device that does not answer may sit in a collective of the target, behind yet another rank.
+    const std::vector<Suspect> suspects = waits || sends() ? std::vector<Suspect>{} : group().suspects();
+    if (!suspects.empty() && suspects.front().rank != 0) group().end(suspects.front().rank, suspects.front().why);
+    end_late();
   }
   void abandon() override {
-    if (const Comm comm = comm_.exchange(nullptr); comm != nullptr) abort(comm, false);
+    const std::unique_lock turn(turn_, kTurn);
+    if (const Comm comm = comm_.exchange(nullptr); comm != nullptr) aborter_.abort(comm);
   }
 
  private:
@@ -134,31 +126,41 @@ class NcclBridge final : public DeviceBridge {
   [[nodiscard]] Progress progress(const PushState& state) const {
     return sends() ? Progress{state.epoch, state.marked} : Progress{state.marked, state.epoch};
   }
-  // As the last look has asked for it, since the watching thread must not wait for a device that hangs.
-  [[nodiscard]] Progress last_seen() {
-    const OnDevice here(device());
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the host may be capturing
-    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
-    if (cudaStreamQuery(look_stream_.get()) == cudaSuccess) {
-      seen_now_ = *seen_;
-      static_cast<void>(
-          cudaMemcpyAsync(seen_, channel().state, sizeof *seen_, cudaMemcpyDeviceToHost, look_stream_.get()));
+
+  [[noreturn]] void end_late() {
+    if (sends()) group().end(culprit(), concat("it took no message of rank 0 within ", seconds(), " s"));
+    group().end(0, concat("no message to rank ", group().rank(), " within ", seconds(), " s"));
+  }
+
+  // Unless another thread is in NCCL, which then hears of them itself.
+  void ask_for_errors() {
+    const std::unique_lock turn(turn_, std::try_to_lock);
+    const Comm comm = comm_;
+    if (!turn || comm == nullptr) return;
+    int error = kNcclSuccess;
+    const int result = library_.comm_async_error(comm, &error);
+    for (const int found : {result, error}) {
+      if (found != kNcclSuccess && found != kNcclInProgress)
+        group().end(culprit(), concat("nccl: ", library_.error_string(found)));
     }
-    static_cast<void>(cudaGetLastError());  // a real one surfaces at the next launch
-    return progress(seen_now_);
   }
 
   // As many bytes on all ranks, although rank 0's graph is for up to `lanes` of them and the others know how many there
   // are: the next power of two, since the sizes that cycles are captured for divide at those.
   void broadcast(int lanes, Stream stream) {
-    const Comm comm = comm_;
-    if (comm == nullptr) return;  // the next check() says why
     const MessageShape shape = channel().shape;
     const auto whole_lanes =
         std::min(std::bit_ceil(static_cast<unsigned>(lanes)), static_cast<unsigned>(shape.max_lanes));
     const std::size_t whole = packets_of(shape.bytes(whole_lanes)) * 8;
     std::byte* const message = channel().staging;
-    finish(library_.broadcast(message, message, whole, kNcclBytes, 0, comm, stream), "broadcast");
+    int result = kNcclSuccess;
+    {
+      const std::unique_lock turn(turn_);
+      const Comm comm = comm_;
+      if (comm == nullptr) return;  // the next check() says why
+      result = library_.broadcast(message, message, whole, kNcclBytes, 0, comm, stream);
+    }
+    finish(result, "broadcast");
   }
 
   // A non-blocking call goes on in a thread of NCCL's; until it has ended, nothing may follow it.
@@ -167,18 +169,28 @@ class NcclBridge final : public DeviceBridge {
     const Time deadline =
         Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds()));
     for (int polls = 0; result == kNcclInProgress; ++polls) {
-      const Comm comm = comm_;
-      if (comm == nullptr) fail(ErrorCode::kBridge, "nccl ", what, ": expected it to end, got an abort");
-      library_.check(library_.comm_async_error(comm, &result), what);
+      result = still_to_do(what);
       library_.check(result, what);
       if (result != kNcclInProgress) return;
       if (Clock::now() > deadline) {
         abandon();
+        if (opened_) end_late();
         fail(ErrorCode::kBridge, "nccl ", what, ": expected all ranks within ", seconds(), " s, got none of rank ",
              culprit());
       }
       if (polls > kBusyPolls) std::this_thread::sleep_for(kPoll);
     }
+  }
+  int still_to_do(const char* what) {
+    const std::unique_lock turn(turn_);
+    const Comm comm = comm_;
+    if (comm == nullptr) {
+      check();
+      fail(ErrorCode::kBridge, "nccl ", what, ": expected it to end, got an abort");
+    }
+    int result = kNcclSuccess;
+    library_.check(library_.comm_async_error(comm, &result), what);
+    return result;
   }
 
   // Connections are made by the first call of each size and protocol, which must not be a captured one.
@@ -203,20 +215,13 @@ class NcclBridge final : public DeviceBridge {
 
   // What this side has begun may end in its own time, which is short where the group is well.
   void settle() {
-    const Time until = Clock::now() + kAbort;
-    for (Progress now = progress(state()); now.done < now.begun && Clock::now() < until; now = progress(state()))
+    const Time begun = Clock::now();
+    while (Clock::now() < begun + kAbort) {
+      const DeviceLook::Found found = look_.found();
+      const Progress now = progress(found.state);
+      if (found.at > begun && now.done >= now.begun) return;
       std::this_thread::sleep_for(kPoll);
-  }
-
-  void abort(Comm comm, bool wait) {
-    std::promise<void> ended;
-    std::future<void> end = ended.get_future();
-    std::thread([call = library_.comm_abort, comm, device = device(), ended = std::move(ended)]() mutable {
-      static_cast<void>(cudaSetDevice(device));
-      static_cast<void>(call(comm));
-      ended.set_value();
-    }).detach();
-    if (wait) static_cast<void>(end.wait_for(kAbort));
+    }
   }
 
   [[nodiscard]] int culprit() {
@@ -226,10 +231,11 @@ class NcclBridge final : public DeviceBridge {
   }
 
   NcclLibrary library_;
+  std::timed_mutex turn_;
   std::atomic<Comm> comm_ = nullptr;
-  OwnStream look_stream_;
-  PushState* seen_ = nullptr;  // pinned
-  PushState seen_now_{};
+  Aborter aborter_;
+  DeviceLook look_;
+  bool opened_ = false;
   std::uint64_t waited_for_ = 0;
   Time waits_since_{};
 };

@@ -34,11 +34,6 @@ bool aligned(const void* data) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
 }
 
-// What the kernels copy 16 bytes at a time besides matrices and the pool. Elsewhere they would fault, and the server.
-void expect_aligned(const char* field, const TensorView& tensor) {
-  expect(aligned(tensor.data), ErrorCode::kShape, field, "memory aligned to 16 bytes", tensor.data);
-}
-
 std::int64_t rows_of(const Linear& linear) {
   std::int64_t rows = 0;
   for (int i = 0; i < linear.num_parts; ++i) rows += linear.parts[i].shape[0];
@@ -135,9 +130,6 @@ class StreamChain final : public FastChain {
   bool fuse(const FuseParams& params, cudaStream_t to) override {
     FuseParams launch = params;
     launch.fc = tiled(params.fc);
-    const DraftConfig& config = context_.config;
-    const int norms = config.aux_norm == AuxNorm::kNone ? 0 : config.aux_norm == AuxNorm::kWhole ? 1 : config.num_aux;
-    for (int i = 0; i < norms; ++i) expect_aligned("aux_norms", params.aux_norms[i]);
     return in_parts(launch.rows, launch.fc, [&](const Rows& rows, const stream::StreamPlan& plan) {
       launch.rows = rows;
       stream::launch_fuse(plan, launch, context_, batch_, to);
@@ -147,11 +139,6 @@ class StreamChain final : public FastChain {
   bool qkv(const QkvParams& params, cudaStream_t to) override {
     QkvParams launch = params;
     launch.qkv = tiled(params.qkv);
-    expect_aligned("input_layernorm", params.input_layernorm);
-    if (params.layer == 0) {
-      expect_aligned("hidden_norm", params.hidden_norm);
-      expect_aligned("embed_tokens", params.embed_tokens);
-    }
     if (params.parts == QkvParts::kKeyValue) {
       rows_.reset();  // of a cycle that came to no queries
       if (joins(params.rows)) rows_ = launch;
@@ -203,7 +190,6 @@ class StreamChain final : public FastChain {
 
   bool gate_up(const GateUpParams& params, cudaStream_t to) override {
     if (!takes(params.rows)) return false;
-    expect_aligned("post_attention_layernorm", params.norm);
     GateUpParams launch = params;
     launch.gate_up = tiled(params.gate_up);
     stream::launch_gate_up(plan_for(params.rows), launch, context_, to);
@@ -214,7 +200,6 @@ class StreamChain final : public FastChain {
     pending_.reset();
     releases_ = takes(params.rows) && plan_.pdl;
     if (!takes(params.rows)) return false;
-    expect_aligned("norm", params.norm);
     HeadParams launch = params;
     launch.lm_head = tiled(params.lm_head);
     const int blocks = stream::launch_head(plan_for(params.rows), launch, context_, to);

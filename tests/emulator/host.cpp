@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 
@@ -20,6 +21,11 @@ bool held = false;
 std::deque<Work> pending;  // of all streams, in order
 std::size_t begun = 0;     // launches that are no longer pending
 cudaError_t last_error = cudaSuccess;
+// Held by a thread that cannot launch because the device takes no more: nobody else gets into the driver then.
+std::recursive_mutex driver;
+void pass() {
+  const std::lock_guard lock(driver);
+}
 
 cudaError_t keep(cudaError_t status) {
   if (status != cudaSuccess) last_error = status;
@@ -57,6 +63,7 @@ cudaError_t run_all() {
 }  // namespace
 
 cudaError_t submit(Stream* stream, Work work) {
+  pass();
   if (stream != nullptr && stream->capture != nullptr) {
     stream->capture->push_back(std::move(work));
     return cudaSuccess;
@@ -84,9 +91,15 @@ bool valid(const cudaLaunchConfig_t& config, const void* kernel) {
 
 using emulator::run_all;
 
-// For tests, through ctypes. While the device is held, work piles up: every cudaStreamQuery does one piece, waiting
-// does all.
+// For tests, through ctypes. Between enter and leave a thread has the driver to itself. While the device is held, work
+// piles up: every cudaStreamQuery does one piece, waiting does all.
 #define EAGLEX_EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
+EAGLEX_EMULATOR_EXPORT void eaglex_emulator_enter() {
+  emulator::driver.lock();
+}
+EAGLEX_EMULATOR_EXPORT void eaglex_emulator_leave() {
+  emulator::driver.unlock();
+}
 EAGLEX_EMULATOR_EXPORT void eaglex_emulator_hold() {
   emulator::held = true;
 }
@@ -124,6 +137,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) {
+  emulator::pass();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -222,6 +236,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) {
+  emulator::pass();
   if (emulator::pending.empty()) return cudaSuccess;
   emulator::run_first();
   return cudaErrorNotReady;

@@ -27,6 +27,7 @@ PROBED = 20
 
 def plan_of(transport: str | None, where: str, **fields: object) -> Plan:
     needs(where, transport)
+    fields.setdefault("patience", 100.0)  # less than a test has, so that a rank which hangs says where
     return Plan(device="cuda", transport=transport, shared_device=where == ONE, **fields)  # type: ignore[arg-type]
 
 

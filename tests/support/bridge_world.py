@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -35,6 +36,7 @@ class Plan:
 
     device: str
     transport: str | None = None
+    fake_nccl: bool = False  # with the emulated device
     deadline: float = 20.0
     cycles: int = 100
     captured: bool = False
@@ -168,11 +170,13 @@ def side_of(plan: Plan, members: Members) -> Any:
 
 
 def _main(rank: int, count: int, store: str, plan: Plan, emulated: str | None, out: Connection) -> None:
-    signal.alarm(int(plan.patience))
+    faulthandler.dump_traceback_later(plan.patience, exit=True, file=2)  # says where this rank stands
     if emulated is not None:
         from support import emulated as emulator
 
         module = emulator.load(Path(emulated))
+        if plan.fake_nccl:
+            emulator.load_fake_nccl(Path(emulated))
         import eaglex.bridge
         import eaglex.bridge_dedicated
         import eaglex.engine
@@ -230,7 +234,7 @@ class World:
     def hear(self, rank: int, kind: str) -> Any:
         """The next word of that rank, which must be of that kind."""
         pipe = self.pipes[rank]
-        assert pipe.poll(self.patience), f"rank {rank} says nothing for {self.patience} s"
+        assert pipe.poll(self.patience + 5), f"rank {rank} says nothing for {self.patience} s"
         said, value = pipe.recv()
         assert said == kind, f"rank {rank}: expected {kind}, got {said}: {value}"
         return value

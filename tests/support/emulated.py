@@ -44,6 +44,13 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def load_fake_nccl(path: Path) -> None:
+    """Into this process, as the libnccl that the bridge finds; `path` is the module's, which is loaded."""
+    fake, device = ctypes.CDLL(str(path.parent / "nccl" / "libnccl.so.2")), ctypes.CDLL(str(path))
+    ends = (device.eaglex_emulator_enter, device.eaglex_emulator_leave)
+    fake.fake_nccl_driver(*(ctypes.cast(end, ctypes.c_void_p) for end in ends))
+
+
 class Emulator:
     """Engines that are built while `installed` run the CUDA backend on tensors of the CPU."""
 

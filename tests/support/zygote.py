@@ -52,6 +52,13 @@ class Zygote:
         return json.loads(self._process.stdout.readline())
 
 
+def redirect(out: str | Path, err: str | Path) -> None:
+    """This process, which a fork has made, writes what it says into these files."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def serve(run: Callable[[Any], int]) -> None:
     """Fork a child that runs run(job), its exit code, for each request on stdin, until that ends."""
     for name in PRELOADED:
@@ -81,10 +88,8 @@ def _poll(process: int, ended: dict[int, int]) -> int | None:
 def _child(run: Callable[[Any], int], request: dict[str, Any]) -> None:
     code = 70
     try:
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        redirect(request["out"], request["err"])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         os.environ |= request["environment"]
         code = run(request["job"])
     except SystemExit as error:

@@ -189,11 +189,7 @@ class EngineDraft(DraftSide):
 
         Without `drafting` fc, K and V of the accepted tokens are kept and nothing is drafted.
         """
-        drafted = True
-        try:
-            self._after_verify(verified, drafting, stream)
-        except DeviceError as error:
-            drafted = self._failed(error)
+        drafted = self._tried(self._after_verify, verified, drafting, stream)
         if drafting and self._link is not None:
             slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
             self._link.tell(slots, lens, accepted, draft=drafted, stream=stream)
@@ -211,27 +207,26 @@ class EngineDraft(DraftSide):
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
         """Extend by the prompts' tokens, then draft from each prompt that is whole."""
-
-        def run() -> None:
-            for batch in self.translator.after_prefill(prefilled, drafting=drafting):
-                self._launch(batch, stream)
-
-        drafted = True
-        try:
-            run()
-        except DeviceError as error:
-            drafted = self._failed(error)
+        drafted = self._tried(self._after_prefill, prefilled, drafting, stream)
         if drafting and self._link is not None:
             self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
 
-    def _failed(self, error: DeviceError) -> bool:
-        """False. A draft that fails costs drafts, not the server: the slots' old ones are for other lengths, so that
-        nobody takes them. Where the device itself is at its end, the target finds that too.
+    def _after_prefill(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
+        for batch in self.translator.after_prefill(prefilled, drafting=drafting):
+            self._launch(batch, stream)
+
+    def _tried(self, run: Callable[..., None], *arguments: Any) -> bool:
+        """Whether it went well. A draft that fails costs drafts, not the server: the slots' old ones are for other
+        lengths, so that nobody takes them. Where the device itself is at its end, the target finds that too.
         """
-        self._failures += 1
-        if self._failures & (self._failures - 1) == 0:
-            logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
-        return False
+        try:
+            run(*arguments)
+        except DeviceError as error:
+            self._failures += 1
+            if self._failures & (self._failures - 1) == 0:
+                logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
+            return False
+        return True
 
     def _launch(self, batch: DraftBatch, stream: int) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue

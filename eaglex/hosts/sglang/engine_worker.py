@@ -121,11 +121,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = self._relayed(result.next_token_ids)
-        hidden_states = result.logits_output.hidden_states
-        if hidden_states is None or hidden_states.shape[1] != self._aux_width:
-            raise self._not_captured(hidden_states)
         prefilled = Prefilled(
-            hidden_states=hidden_states,
+            hidden_states=self._checked(result.logits_output.hidden_states),
             input_ids=batch.input_ids,
             next_token_ids=result.next_token_ids,
             req_pool_indices=batch.req_pool_indices,
@@ -147,11 +144,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         batch.spec_info = self._draft_worker.draft(batch)
         result = self.verify(batch, grammar_barrier)
         result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
-        hidden_states = result.logits_output.hidden_states
-        if hidden_states is None or hidden_states.shape[1] != self._aux_width:
-            raise self._not_captured(hidden_states)
         verified = Verified(
-            hidden_states,
+            self._checked(result.logits_output.hidden_states),
             result.next_token_ids,
             result.accept_lens,
             batch.req_pool_indices,
@@ -193,13 +187,15 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             grammar_barrier=grammar_barrier,
         )
 
-    def _not_captured(self, hidden_states: Tensor | None) -> ConfigError:
-        """The auxiliary hidden states are not as wide as the draft's `fc` reads them."""
-        got = None if hidden_states is None else list(hidden_states.shape)
-        return ConfigError(
-            f"hidden_states: expected [rows, {self._aux_width}] of layers {list(self._draft_worker.output_ids)}, got "
-            f"{got}: the target does not capture them all."
-        )
+    def _checked(self, hidden_states: Tensor | None) -> Tensor:
+        """The auxiliary hidden states, if they are as wide as the draft's `fc` reads them."""
+        if hidden_states is None or hidden_states.shape[1] != self._aux_width:
+            got = None if hidden_states is None else list(hidden_states.shape)
+            raise ConfigError(
+                f"hidden_states: expected [rows, {self._aux_width}] of layers {list(self._draft_worker.output_ids)}, "
+                f"got {got}: the target does not capture them all."
+            )
+        return hidden_states
 
     def _relayed(self, bonus_tokens: Tensor) -> Any:
         """What the host carries to the next cycle: bonus tokens, and top-k columns that it slices and nobody reads."""
