@@ -75,6 +75,10 @@ class Batch:
     is_extend_in_batch: bool = False
     seq_lens_sum: int | None = None
 
+    @property
+    def req_pool_indices_cpu(self) -> Tensor:
+        return self.req_pool_indices
+
 
 class BaseSpecWorker:
     """As base_spec_worker.py has it, in what this worker inherits."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, SupportsIndex
 
@@ -14,8 +17,13 @@ import pytest
 import torch
 from fake_engine_host import Host, Request, made_host
 from fake_engine_parts import Setting, TreeMaskMode
+from support import emulated
 
+import eaglex.bridge
+import eaglex.bridge_dedicated
+import eaglex.engine
 from eaglex import reference
+from eaglex.hosts import dedicated
 
 OPTIONS = {"placement": "dedicated", "drafter_deadline": 20.0}
 SETTINGS = {
@@ -36,6 +44,25 @@ def started(setting: Setting, seed: int) -> Iterator[Host]:
             host.worker._draft_worker.process.close()
 
 
+@contextlib.contextmanager
+def between_gpus(setting: Setting, seed: int) -> Iterator[Host]:
+    """`started` on the emulated device: rows and drafts go from one device's memory to the other's."""
+    module = emulated.require()
+    with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
+        for part in (eaglex.bridge, eaglex.bridge_dedicated):
+            patch.setattr(part, "_extension", eaglex.engine._extension)
+        script = str(Path(emulated.__file__).with_name("emulated_drafter.py"))
+        folders = [str(emulated.ROOT), str(emulated.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        patch.setattr(dedicated, "command_of", lambda job: [sys.executable, script, str(module), job])
+        chosen = setting.options | {"transport": "p2p"}
+        with started(dataclasses.replace(setting, options=chosen), seed) as host:
+            draft = host.worker._draft_worker
+            assert type(draft.client).__name__ == "RelayClient"
+            host.worker._stream._handle = 0  # the stand-in's number is no stream of this device
+            yield host
+
+
 def played(host: Host, turns: int = 20) -> None:
     for _ in range(turns):
         host.step()
@@ -47,13 +74,24 @@ def played(host: Host, turns: int = 20) -> None:
 def test_every_verification_is_given_the_reference_draft(name: str) -> None:
     """Prefixes are shared, slots and KV slots used again; nothing of the draft is in this process."""
     with started(SETTINGS[name], len(name)) as host:
-        draft = host.worker._draft_worker
-        assert type(draft).__name__ == "DedicatedDraft"
-        assert not hasattr(draft, "draft_k")
-        played(host)
-        assert host.started > host.setting.slots, "slots were not used again"
-        assert host.drafted > host.verified / 2, "most requests were verified without a draft"
-        assert set(draft.counters().values()) == {0}
+        follows(host)
+
+
+def follows(host: Host) -> None:
+    draft = host.worker._draft_worker
+    assert type(draft).__name__ == "DedicatedDraft"
+    assert not hasattr(draft, "draft_k")
+    played(host)
+    assert host.started > host.setting.slots, "slots were not used again"
+    assert host.drafted > host.verified / 2, "most requests were verified without a draft"
+    assert set(draft.counters().values()) == {0}
+
+
+@pytest.mark.parametrize("name", ["chain", "chain, prompts in pieces", pytest.param("tree", marks=pytest.mark.slow)])
+def test_rows_and_drafts_go_from_device_to_device(name: str) -> None:
+    with between_gpus(SETTINGS[name], len(name)) as host:
+        follows(host)
+        assert host.worker._draft_worker._repeated, "no verification was like one before"
 
 
 def test_a_row_that_the_host_rewrites_is_sent_again() -> None:
