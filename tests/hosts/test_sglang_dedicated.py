@@ -87,7 +87,9 @@ def follows(host: Host) -> None:
     assert set(draft.counters().values()) == {0}
 
 
-@pytest.mark.parametrize("name", ["chain", "chain, prompts in pieces", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain, prompts in pieces", "tree"))]
+)
 def test_rows_and_drafts_go_from_device_to_device(name: str) -> None:
     with between_gpus(SETTINGS[name], len(name)) as host:
         follows(host)
@@ -234,7 +236,7 @@ class Tolerant:
         return self._verify(batch, **given)
 
 
-def test_it_charges_nothing_and_refuses_what_it_cannot_do() -> None:
+def test_it_charges_nothing_and_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with started(Setting(options=OPTIONS), 1) as host:
         assert host.worker._draft_worker.kv_bytes_per_token == 0
     from eaglex.hosts.sglang import engine_arguments, options
@@ -242,8 +244,9 @@ def test_it_charges_nothing_and_refuses_what_it_cannot_do() -> None:
     plain = {"device": "cpu", "speculative_adaptive": False}
     refuse = engine_arguments._refuse_dedicated
     refuse(SimpleNamespace(**plain), options.Options())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     wrong: list[tuple[str, dict[str, object], str]] = [
-        ("device='cuda'", {"device": "cuda"}, "{}"),
+        ("a further one", {"device": "cuda", "base_gpu_id": 0, "gpu_id_step": 1, "tp_size": 1}, "{}"),
         ("speculative_adaptive", {"speculative_adaptive": True}, "{}"),
         ("pausing", {}, '{"pausing": true}'),
         ("hot_vocab", {}, '{"hot_vocab": "9"}'),
