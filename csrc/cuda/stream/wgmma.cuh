@@ -83,18 +83,19 @@ struct PanelMultiplier {
   // Starts the products of a panel, once its x is there.
   __device__ __forceinline__ void start(int stage, int panel, const std::uint32_t (&a)[kSteps][4],
                                         float (&acc)[kTokenTiles][4]) const {
-    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512.
-    const std::uint32_t begin = (ring.x + stage * ring.x_bytes + panel * kPanelBytes) >> 4;
-    const std::uint64_t b = std::uint64_t{1} << 62 | std::uint64_t{64} << 32 | 1U << 16 | begin;
+    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512. No
+    // sum below reaches the upper half, which is the same for all.
+    const std::uint32_t begin = (ring.x + stage * ring.x_bytes + panel * kPanelBytes) >> 4 | 1U << 16;
+    const auto b = [begin](int units) { return std::uint64_t{1U << 30 | 64U} << 32 | (begin + units); };
     __syncwarp();
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (kTokenTiles < 8) {
-        wgmma_32(acc, 0, a[step], b + 2 * step);
+        wgmma_32(acc, 0, a[step], b(2 * step));
       } else {
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; t += 8) wgmma_64(acc, t, a[step], b + 2 * step + t * 64);
+        for (int t = 0; t < kTokenTiles; t += 8) wgmma_64(acc, t, a[step], b(2 * step + t * 64));
       }
     }
     wgmma_commit();

@@ -33,10 +33,17 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   static constexpr std::uint32_t kScaleLift = 0x60006200U;   // 2^69 for row g, 2^65 for row g + 8
   static constexpr std::uint32_t kScaleEight = 0xA100A100U;  // a pair of -2^-61: -8 · 2^-133 · 2^69
 
+  // Whether the next panel's operands are made beside a panel's products: 16 registers more.
+#if !defined(EAGLEX_BITS_AHEAD)
+#define EAGLEX_BITS_AHEAD 0
+#endif
+  static constexpr bool kAhead = EAGLEX_BITS_AHEAD != 0;
+
   std::uint32_t weights;  // shared addresses of the lane's rows of matrices, in stage 0
   std::uint32_t gamma;
   int block;  // of the strip's 64 rows, in a stage
   int strip;
+  bool cut = false;  // the segment ends with a chunk that has one panel alone
 
   __device__ LowBitWideMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
       : Base(of, from, at, role),
@@ -46,56 +53,70 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
     gamma = ring.gamma + lane / 8 * 16;
   }
 
-  // The operands of a panel, once its weights have landed; of the segment's last chunk there may be one panel alone.
-  __device__ __forceinline__ void load(int stage, int panel, bool alone, Operands& a) const {
+  // A lane's words of a panel, with the scales of rows g and g + 8 in INT4.
+  struct Words {
+    std::uint32_t of[kGrouped ? 1 : kBlocks][4];
+    std::uint32_t scales;
+  };
+
+  // Once its weights have landed; `alone`: the chunk has this panel only.
+  __device__ __forceinline__ void fetch(int stage, int panel, bool alone, Words& words) const {
     const std::uint32_t from = weights + stage * G::kStageBytes + Weights::offset(panel * kBlocks);
-    std::uint32_t by[kBlocks][4];
-    if constexpr (kNormed) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-        load_matrices(by[i], gamma + stage * G::kChunkK * 2 + (panel * kBlocks + i) * (kKBlock * 2));
-    }
     if constexpr (kGrouped) {
-      std::uint32_t words[4];
-      load_matrices(words, from);
-      const std::uint32_t pair = Weights::scale_pair(shared + block + stage * G::kStageBytes,
-                                                     alone ? kBlocks : kGroupBlocks, strip, lane);
-      const std::uint32_t scales = pack(__hmul2(unpack(pair), unpack(kScaleLift)));
-      const std::uint32_t eights = pack(__hmul2(unpack(pair), unpack(kScaleEight)));
-      const std::uint32_t scale[2] = {__byte_perm(scales, 0, 0x1010), __byte_perm(scales, 0, 0x3232)};
-      const std::uint32_t eight[2] = {__byte_perm(eights, 0, 0x1010), __byte_perm(eights, 0, 0x3232)};
-#pragma unroll
-      for (int octet = 0; octet < 4; ++octet) {
-#pragma unroll
-        for (int pair_of = 0; pair_of < 4; ++pair_of) {
-          const int row = pair_of % 2;
-          std::uint32_t& to = a[pair_of / 2 * 2 + octet / 2][octet % 2 * 2 + row];
-          to = pack(__hfma2(unpack(int4_bare(words[octet], pair_of)), unpack(scale[row]), unpack(eight[row])));
-          if constexpr (kNormed) scale_pairs(to, by[pair_of / 2][octet]);
-        }
-      }
+      load_matrices(words.of[0], from);
+      const int blocks = alone ? kBlocks : kGroupBlocks;
+      words.scales = Weights::scale_pair(shared + block + stage * G::kStageBytes, blocks, strip, lane);
     } else {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        std::uint32_t words[4];
-        load_matrices(words, from + Weights::offset(i));
+      for (int i = 0; i < kBlocks; ++i) load_matrices(words.of[i], from + Weights::offset(i));
+    }
+  }
+
+  // Its operands.
+  __device__ __forceinline__ void spread(const Words& words, int stage, int panel, Operands& a) const {
+    const std::uint32_t gammas = gamma + stage * G::kChunkK * 2 + panel * kPanelK * 2;
+    std::uint32_t scale[2];
+    std::uint32_t eight[2];
+    if constexpr (kGrouped) {
+      const std::uint32_t scales = pack(__hmul2(unpack(words.scales), unpack(kScaleLift)));
+      const std::uint32_t eights = pack(__hmul2(unpack(words.scales), unpack(kScaleEight)));
+      scale[0] = __byte_perm(scales, 0, 0x1010), scale[1] = __byte_perm(scales, 0, 0x3232);
+      eight[0] = __byte_perm(eights, 0, 0x1010), eight[1] = __byte_perm(eights, 0, 0x3232);
+    }
 #pragma unroll
-        for (int octet = 0; octet < 4; ++octet) {
-          std::uint32_t lift = kLift;
-          if constexpr (kNormed) scale_pairs(lift, by[i][octet]);
-          std::uint32_t* const to = a[i * 2 + octet / 2] + octet % 2 * 2;
-          Weights::spread(words[octet], to[0], to[1]);
-          scale_pairs(to[0], lift), scale_pairs(to[1], lift);
+    for (int i = 0; i < kBlocks; ++i) {
+      std::uint32_t by[4] = {kLift, kLift, kLift, kLift};
+      if constexpr (kNormed) {
+        load_matrices(by, gammas + i * (kKBlock * 2));
+        if constexpr (Weights::kLift) {
+#pragma unroll
+          for (int octet = 0; octet < 4; ++octet) scale_pairs(by[octet], kLift);
         }
+      }
+#pragma unroll
+      for (int octet = 0; octet < 4; ++octet) {
+        std::uint32_t* const to = a[i * 2 + octet / 2] + octet % 2 * 2;  // of rows g and g + 8
+        if constexpr (kGrouped) {
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const std::uint32_t bare = int4_bare(words.of[0][octet], i * 2 + row);
+            to[row] = pack(__hfma2(unpack(bare), unpack(scale[row]), unpack(eight[row])));
+          }
+        } else {
+          Weights::spread(words.of[i][octet], to[0], to[1]);
+        }
+        if constexpr (kNormed || Weights::kLift) scale_pairs(to[0], by[octet]), scale_pairs(to[1], by[octet]);
       }
     }
   }
 
-  // Products of one panel, and the next one's operands meanwhile. Returns whether it was the last.
+  // Products of one panel, and the next one's operands: into `ahead` meanwhile, or into `a` thereafter. Returns whether it
+  // was the last.
   template <int kPanel>
   __device__ __forceinline__ bool turn(int& left, RingPosition& at, Operands& a, Operands& ahead,
                                        float (&acc)[kTokenTiles][4], float (&squares)[kSquareTiles][4]) const {
     constexpr bool kLast = kPanel + 1 == kPanels;
+    constexpr int kNext = kLast ? 0 : kPanel + 1;
     if constexpr (kPanel == 0) {
       mbar_wait(ring.full + 8 * at.stage, at.phase);
       fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
@@ -103,39 +124,50 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
     this->start(at.stage, kPanel, a, acc);
     if constexpr (kNormed) this->add_squares(at.stage, kPanel, squares);
     --left;
+    const bool more = left > 0;
     RingPosition next = at;
-    if (kLast || left == 0) next.next(ring);
-    if (left > 0) {
+    if (kLast || !more) next.next(ring);
+    Words words;
+    if (more) {
       if constexpr (kLast) {
         mbar_wait(ring.landed + 8 * next.stage, next.phase);
         __syncwarp();
       }
-      load(next.stage, kLast ? 0 : kPanel + 1, kLast && left == 1 && cut, ahead);
+      fetch(next.stage, kNext, kLast && left == 1 && cut, words);
+      if constexpr (kAhead) spread(words, next.stage, kNext, ahead);
     }
     wgmma_wait();
 #pragma unroll
     for (int n = 0; n < kSteps * 4; ++n) hold(a[n / 4][n % 4]);
-    if (kLast || left == 0) {
+    if (kLast || !more) {
       __syncwarp();
       if (lane == 0) mbar_arrive(ring.empty + 8 * at.stage);
     }
+    if (!kAhead && more) spread(words, next.stage, kNext, a);
     at = next;
-    return left == 0;
+    return !more;
   }
 
-  bool cut = false;  // the last chunk has one panel alone
-
-  // Sums of `chunks` chunks from `at` on. Two sets of operands take turns.
+  // Sums of `chunks` chunks from `at` on.
   __device__ __forceinline__ void add_chunks(int chunks, RingPosition& at, float (&acc)[kTokenTiles][4],
                                              float (&squares)[kSquareTiles][4]) const {
     int left = chunks * kPanels - (cut ? 1 : 0);
     Operands even;
     Operands odd;
+    Words words;
     mbar_wait(ring.landed + 8 * at.stage, at.phase);
     __syncwarp();
-    load(at.stage, 0, left == 1 && cut, even);
+    fetch(at.stage, 0, left == 1 && cut, words);
+    spread(words, at.stage, 0, even);
+    if constexpr (kAhead || kPanels == 2) {
 #pragma unroll 1
-    while (!turn<0>(left, at, even, odd, acc, squares) && !turn<kPanels - 1>(left, at, odd, even, acc, squares)) {
+      while (!turn<0>(left, at, even, kAhead ? odd : even, acc, squares) &&
+             !turn<kPanels - 1>(left, at, kAhead ? odd : even, even, acc, squares)) {
+      }
+    } else {
+#pragma unroll 1
+      while (!turn<0>(left, at, even, even, acc, squares)) {
+      }
     }
 #pragma unroll
     for (int n = 0; n < kTokenTiles * 4; ++n) hold(acc[n / 4][n % 4]);
