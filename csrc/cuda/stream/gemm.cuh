@@ -106,7 +106,7 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
                                                   float (&acc)[kTokenTiles][4]) {
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
-    float squares[Wide::kSquareTiles][4] = {};
+    float squares[Wide::kSquareSums][4] = {};
     Wide multiply(ring_, shared_, at_, role_);
     // K is a multiple of a panel: of a segment's last chunk there may be one alone.
     if constexpr (Wide::kPanels == 2) multiply.cut = ends && shape_.k % G::kChunkK != 0;

@@ -101,6 +101,11 @@ struct PanelMultiplier {
     wgmma_commit();
   }
 
+  __device__ __forceinline__ uint4 of_squares(int stage, int panel, int kb, int tile) const {
+    return *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes + panel * kPanelBytes +
+                                           tile * 8192);
+  }
+
   // As Multiplier::add_squares.
   __device__ __forceinline__ void add_squares(int stage, int panel, float (&squares)[kSquareTiles][4]) const {
 #pragma unroll
@@ -108,8 +113,7 @@ struct PanelMultiplier {
 #pragma unroll
       for (int kb = 0; kb < kPanelK / kKBlock; ++kb) {
         if (kTokenTiles == 4 && kb != warp / 4) continue;  // two warps share a tile
-        const uint4 b = *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes +
-                                                        panel * kPanelBytes + tile * 8192);
+        const uint4 b = of_squares(stage, panel, kb, tile);
         const std::uint32_t first[4] = {b.x, 0, b.y, 0};
         const std::uint32_t second[4] = {b.z, 0, b.w, 0};
         mma_bf16(squares[tile], first, b.x, b.y);
@@ -140,6 +144,7 @@ struct WideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   using Base::ring;
   using Base::shared;
   using typename Base::G;
+  static constexpr int kSquareSums = kSquareTiles;
   static constexpr float kRestLow = 1;
   static constexpr float kRestHigh = 1;
   static_assert(!G::kWide || Base::kPanels == 1);

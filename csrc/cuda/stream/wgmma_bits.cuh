@@ -13,7 +13,6 @@ template <class Weights, int kTokenTiles, bool kNormed>
 struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   using Base = PanelMultiplier<Weights, kTokenTiles, kNormed>;
   using Base::kPanels;
-  using Base::kSquareTiles;
   using Base::kSteps;
   using Base::lane;
   using Base::ring;
@@ -22,6 +21,7 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   using Operands = std::uint32_t[kSteps][4];
   static constexpr bool kGrouped = Weights::kGroupScales;
   static constexpr int kBlocks = kPanelK / kKBlock;
+  static constexpr int kSquareSums = 2;
   static_assert(!G::kWide || kPanels <= 2);
 
   // FP8 operands are 2^-120 of the weights (words.h), of which 2^64 goes onto gamma or onto them. INT4's bare ones are 2^-133
@@ -110,11 +110,28 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
     }
   }
 
+  // As PairedMultiplier::Squares: eight products of half the depth, but no operand that must first be put together of zeros.
+  __device__ __forceinline__ void add_squares(int stage, int panel, float (&squares)[kSquareSums][4]) const {
+#pragma unroll
+    for (int kb = 0; kb < kBlocks; ++kb) {
+      if (kTokenTiles == 4 && kb != this->warp / 4) continue;  // two warps share a tile
+      const uint4 x = this->of_squares(stage, panel, kb, 0);
+      mma_bf16(squares[0], x.x, x.y, x.x);
+      mma_bf16(squares[1], x.x, x.y, x.y);
+      mma_bf16(squares[0], x.z, x.w, x.z);
+      mma_bf16(squares[1], x.z, x.w, x.w);
+    }
+  }
+  __device__ __forceinline__ void store_squares(const float (&squares)[kSquareSums][4], float* to) const {
+    const float own[1][4] = {{squares[0][0] + squares[1][2], squares[0][1] + squares[1][3]}};
+    Base::store_squares(own, to);
+  }
+
   // Products of one panel, and the next one's operands: into `ahead` meanwhile, or into `a` thereafter. Returns whether it
   // was the last.
   template <int kPanel>
   __device__ __forceinline__ bool turn(int& left, RingPosition& at, Operands& a, Operands& ahead,
-                                       float (&acc)[kTokenTiles][4], float (&squares)[kSquareTiles][4]) const {
+                                       float (&acc)[kTokenTiles][4], float (&squares)[kSquareSums][4]) const {
     constexpr bool kLast = kPanel + 1 == kPanels;
     constexpr int kNext = kLast ? 0 : kPanel + 1;
     if constexpr (kPanel == 0) {
@@ -122,7 +139,7 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
       fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
     }
     this->start(at.stage, kPanel, a, acc);
-    if constexpr (kNormed) this->add_squares(at.stage, kPanel, squares);
+    if constexpr (kNormed) add_squares(at.stage, kPanel, squares);
     --left;
     const bool more = left > 0;
     RingPosition next = at;
@@ -150,7 +167,7 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
 
   // Sums of `chunks` chunks from `at` on.
   __device__ __forceinline__ void add_chunks(int chunks, RingPosition& at, float (&acc)[kTokenTiles][4],
-                                             float (&squares)[kSquareTiles][4]) const {
+                                             float (&squares)[kSquareSums][4]) const {
     int left = chunks * kPanels - (cut ? 1 : 0);
     Operands even;
     Operands odd;
