@@ -206,8 +206,8 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
   using G = Geometry<Weights, kTokenTiles>;
   // Of 16 bytes, per token and pass; wgmma's panels come one by one.
   constexpr int kPieces = G::kWide ? kPanelK / 8 : G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;
-  constexpr int kPasses = G::kKBlocks * 4 / kPieces;                    // over a chunk
-  constexpr int kTokensAtOnce = 32 / kPieces;                           // a warp's copies cover whole rows
+  constexpr int kPasses = G::kKBlocks * 4 / kPieces;  // over a chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;         // a warp's copies cover whole rows
   constexpr int kCopies = G::kTokens / kTokensAtOnce;
   const int lane = threadIdx.x % 32;
   const int token = lane / kPieces;
@@ -236,8 +236,8 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (cursor.chunk + 1 < shape.chunks_per_segment || pass * kPieces + piece < last_pieces) {
-        const std::uint32_t pass_to = to + at.stage * ring.x_bytes +
-                                      pass * kPieces / 4 * (G::kWide ? G::kTokens : shape.tokens) * 64;
+        const std::uint32_t pass_to =
+            to + at.stage * ring.x_bytes + pass * kPieces / 4 * (G::kWide ? G::kTokens : shape.tokens) * 64;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
           if (token + i * kTokensAtOnce < shape.tokens)

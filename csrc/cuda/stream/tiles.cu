@@ -159,8 +159,7 @@ __global__ void retile_int4_kernel(const __grid_constant__ RetileArgs args) {
     std::byte* const of_group =
         args.tiles + unit.block * k_block_bytes(4, k_blocks) + k_block_bytes(4, group * kGroupBlocks);
     std::byte* const values = of_group + k_block % kGroupBlocks / 2 * 4 * kUnitBytes + unit.strip * kUnitBytes;
-    *reinterpret_cast<uint4*>(values + low_bit_unit(lane) * 16) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(values + low_bit_unit(lane) * 16) = make_uint4(words[0], words[1], words[2], words[3]);
     if (k_block % kGroupBlocks != 0 || lane % 4 != 0) return;
     const std::int64_t blocks = k_blocks - k_block < kGroupBlocks ? k_blocks - k_block : kGroupBlocks;
     std::byte* const scales = of_group + blocks / 2 * 4 * kUnitBytes + unit.strip * 32 + lane;

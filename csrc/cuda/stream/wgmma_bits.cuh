@@ -46,9 +46,7 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   bool cut = false;  // the segment ends with a chunk that has one panel alone
 
   __device__ LowBitWideMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
-      : Base(of, from, at, role),
-        block(role.strip / 4 * (G::kStageBytes / G::kRowBlocks)),
-        strip(role.strip % 4) {
+      : Base(of, from, at, role), block(role.strip / 4 * (G::kStageBytes / G::kRowBlocks)), strip(role.strip % 4) {
     weights = ring.weights + block + strip * 512 + low_bit_unit(lane % 8 * 4 + lane / 8) * 16;
     gamma = ring.gamma + lane / 8 * 16;
   }
