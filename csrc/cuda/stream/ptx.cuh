@@ -197,7 +197,8 @@ __device__ __forceinline__ __nv_bfloat162 unpack(std::uint32_t bits) {
   return pair;
 }
 
-// Four 8 x 8 matrices of 16 bits: lane l says where row l % 8 of matrix l / 8 lies and gets word l % 4 of row l / 4 of all.
+// Four 8 x 8 matrices of 16 bits: lane l says where row l % 8 of matrix l / 8 lies, and gets word l % 4 of row l / 4 of
+// each.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

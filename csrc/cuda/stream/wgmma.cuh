@@ -83,8 +83,8 @@ struct PanelMultiplier {
   // Starts the products of a panel, once its x is there.
   __device__ __forceinline__ void start(int stage, int panel, const std::uint32_t (&a)[kSteps][4],
                                         float (&acc)[kTokenTiles][4]) const {
-    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512. No
-    // sum below reaches the upper half, which is the same for all.
+    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512.
+    // No sum below reaches the upper half, which is the same for all.
     const std::uint32_t begin = (ring.x + stage * ring.x_bytes + panel * kPanelBytes) >> 4 | 1U << 16;
     const auto b = [begin](int units) { return std::uint64_t{1U << 30 | 64U} << 32 | (begin + units); };
     __syncwarp();

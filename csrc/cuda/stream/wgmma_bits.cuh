@@ -1,8 +1,8 @@
 // The same for FP8 and INT4: words become operands in registers while the tensor cores work on the panel before.
 //
 // Caller: Consumer::accumulate.    Bytes: the chunks' weights once, their x once per four warps.
-// Mapping: that of wgmma.cuh. One ldmatrix brings a warp 512 bytes of weights, each lane a word of four units: in words.h's
-// order its four numbers (FP8) or eight (INT4) are those of rows g and g + 8 that it multiplies of four octets of k.
+// Mapping: that of wgmma.cuh. One ldmatrix brings a warp 512 bytes of weights, each lane a word of four units: in
+// words.h's order its numbers, four (FP8) or eight (INT4), are those of rows g and g + 8 that it multiplies.
 #pragma once
 
 #include "cuda/stream/wgmma.cuh"
@@ -24,9 +24,9 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   static constexpr int kSquareSums = 2;
   static_assert(!G::kWide || kPanels <= 2);
 
-  // FP8 operands are 2^-120 of the weights (words.h), of which 2^64 goes onto gamma or onto them. INT4's bare ones are 2^-133
-  // (rows g) or 2^-129 of the number plus 8, and become number times scale in one instruction, since 8 times a scale is
-  // exact: 2^69 and 2^65 go onto the scale, which must stay below 2^58. The rest goes onto the tile's sums.
+  // FP8 operands are 2^-120 of the weights (words.h), of which 2^64 goes onto gamma or onto them. INT4's bare ones are
+  // 2^-133 (rows g) or 2^-129 of the number plus 8, and become number times scale in one instruction, since 8 times a
+  // scale is exact: 2^69 and 2^65 go onto the scale, which must stay below 2^58. The rest goes onto the tile's sums.
   static constexpr float kRestLow = kGrouped ? 0x1p64F : 0x1p56F;
   static constexpr float kRestHigh = kRestLow;
   static constexpr std::uint32_t kLift = 0x5F805F80U;        // a pair of 2^64
@@ -108,7 +108,7 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
     }
   }
 
-  // As PairedMultiplier::Squares: eight products of half the depth, but no operand that must first be put together of zeros.
+  // As PairedMultiplier::Squares: twice the products, of half the depth, but no operand to be put together of zeros.
   __device__ __forceinline__ void add_squares(int stage, int panel, float (&squares)[kSquareSums][4]) const {
 #pragma unroll
     for (int kb = 0; kb < kBlocks; ++kb) {
@@ -125,8 +125,8 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
     Base::store_squares(own, to);
   }
 
-  // Products of one panel, and the next one's operands: into `ahead` meanwhile, or into `a` thereafter. Returns whether it
-  // was the last.
+  // Products of one panel, and the next one's operands: into `ahead` meanwhile, or into `a` thereafter. Returns whether
+  // it was the last.
   template <int kPanel>
   __device__ __forceinline__ bool turn(int& left, RingPosition& at, Operands& a, Operands& ahead,
                                        float (&acc)[kTokenTiles][4], float (&squares)[kSquareSums][4]) const {

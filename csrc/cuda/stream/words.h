@@ -15,9 +15,9 @@ namespace eaglex::stream {
   return lane ^ (lane >> 3 & 1) ^ half << 1;
 }
 
-// FP8 and INT4: the same for pieces of 512 bytes, of which lane (g, q) multiplies 16 at once, all that q has. For wgmma a
-// lane (g, q) needs a word of each unit of its row: ldmatrix hands out eight units a time, of rows g = 0..7 and one q, which
-// in this order lie in different banks (wgmma_bits.cuh).
+// FP8 and INT4: the same for 512 bytes, of which lane (g, q) has a unit of 16 for mma.sync. For wgmma it needs a word of
+// each unit of its row: ldmatrix hands out eight units at a time, of rows g = 0..7 and one q, which in this order lie in
+// different banks (wgmma_bits.cuh).
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr int low_bit_unit(int lane) {
   return lane ^ (lane >> 3 & 3);
 }
@@ -68,8 +68,8 @@ struct Int4Rows {
   std::uint32_t low, high;
 };
 
-// Word `at` of a unit: pairs 0 and 1 are the numbers 2·at and 2·at + 1 of rows g and g + 8 in the first K block, pairs 2
-// and 3 those in the second.
+// Word `at` of a unit: pairs 0 and 1 are the numbers 2·at and 2·at + 1 of rows g and g + 8 in the first K block, pairs
+// 2 and 3 those in the second.
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_word(Int4Rows first, Int4Rows second, int at) {
   std::uint32_t word = 0;
   for (int i = 0; i < 4; ++i) {
