@@ -33,12 +33,6 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   static constexpr std::uint32_t kScaleLift = 0x60006200U;   // 2^69 for row g, 2^65 for row g + 8
   static constexpr std::uint32_t kScaleEight = 0xA100A100U;  // a pair of -2^-61: -8 · 2^-133 · 2^69
 
-  // Whether the next panel's operands are made beside a panel's products: 16 registers more.
-#if !defined(EAGLEX_BITS_AHEAD)
-#define EAGLEX_BITS_AHEAD 0
-#endif
-  static constexpr bool kAhead = EAGLEX_BITS_AHEAD != 0;
-
   std::uint32_t weights;  // shared addresses of the lane's rows of matrices, in stage 0
   std::uint32_t gamma;
   int block;  // of the strip's 64 rows, in a stage
@@ -125,11 +119,11 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
     Base::store_squares(own, to);
   }
 
-  // Products of one panel, and the next one's operands: into `ahead` meanwhile, or into `a` thereafter. Returns whether
-  // it was the last.
+  // Products of one panel, and thereafter the next one's operands. Returns whether it was the last. (Operands beside the
+  // products take 16 registers more and were 3 to 5 % slower at 64 tokens.)
   template <int kPanel>
-  __device__ __forceinline__ bool turn(int& left, RingPosition& at, Operands& a, Operands& ahead,
-                                       float (&acc)[kTokenTiles][4], float (&squares)[kSquareSums][4]) const {
+  __device__ __forceinline__ bool turn(int& left, RingPosition& at, Operands& a, float (&acc)[kTokenTiles][4],
+                                       float (&squares)[kSquareSums][4]) const {
     constexpr bool kLast = kPanel + 1 == kPanels;
     constexpr int kNext = kLast ? 0 : kPanel + 1;
     if constexpr (kPanel == 0) {
@@ -149,7 +143,6 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
         __syncwarp();
       }
       fetch(next.stage, kNext, kLast && left == 1 && cut, words);
-      if constexpr (kAhead) spread(words, next.stage, kNext, ahead);
     }
     wgmma_wait();
 #pragma unroll
@@ -158,7 +151,7 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
       __syncwarp();
       if (lane == 0) mbar_arrive(ring.empty + 8 * at.stage);
     }
-    if (!kAhead && more) spread(words, next.stage, kNext, a);
+    if (more) spread(words, next.stage, kNext, a);
     at = next;
     return !more;
   }
@@ -167,21 +160,19 @@ struct LowBitWideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
   __device__ __forceinline__ void add_chunks(int chunks, RingPosition& at, float (&acc)[kTokenTiles][4],
                                              float (&squares)[kSquareSums][4]) const {
     int left = chunks * kPanels - (cut ? 1 : 0);
-    Operands even;
-    Operands odd;
+    Operands a;
     Words words;
     mbar_wait(ring.landed + 8 * at.stage, at.phase);
     __syncwarp();
     fetch(at.stage, 0, left == 1 && cut, words);
-    spread(words, at.stage, 0, even);
-    if constexpr (kAhead || kPanels == 2) {
+    spread(words, at.stage, 0, a);
+    if constexpr (kPanels == 2) {
 #pragma unroll 1
-      while (!turn<0>(left, at, even, kAhead ? odd : even, acc, squares) &&
-             !turn<kPanels - 1>(left, at, kAhead ? odd : even, even, acc, squares)) {
+      while (!turn<0>(left, at, a, acc, squares) && !turn<1>(left, at, a, acc, squares)) {
       }
     } else {
 #pragma unroll 1
-      while (!turn<0>(left, at, even, even, acc, squares)) {
+      while (!turn<0>(left, at, a, acc, squares)) {
       }
     }
 #pragma unroll
