@@ -35,17 +35,18 @@ SETTINGS = {
 
 
 @contextlib.contextmanager
-def started(setting: Setting, seed: int) -> Iterator[Host]:
+def started(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> Iterator[Host]:
     """A host whose drafter ends with it."""
-    with made_host(setting, seed) as host:
+    with made_host(setting, seed, rank, size) as host:
         try:
             yield host
         finally:
-            host.worker._draft_worker.process.close()
+            if rank == 0:
+                host.worker._draft_worker.process.close()
 
 
 @contextlib.contextmanager
-def between_gpus(setting: Setting, seed: int) -> Iterator[Host]:
+def between_gpus(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> Iterator[Host]:
     """`started` on the emulated device: rows and drafts go from one device's memory to the other's."""
     module = emulated.require()
     with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
@@ -56,9 +57,9 @@ def between_gpus(setting: Setting, seed: int) -> Iterator[Host]:
         patch.setenv("PYTHONPATH", os.pathsep.join(folders))
         patch.setattr(dedicated, "command_of", lambda job: [sys.executable, script, str(module), job])
         chosen = setting.options | {"transport": "p2p"}
-        with started(dataclasses.replace(setting, options=chosen), seed) as host:
+        with started(dataclasses.replace(setting, options=chosen), seed, rank, size) as host:
             draft = host.worker._draft_worker
-            assert type(draft.client).__name__ == "RelayClient"
+            assert rank > 0 or type(draft.client).__name__ == "RelayClient"
             host.worker._stream._handle = 0  # the stand-in's number is no stream of this device
             yield host
 
