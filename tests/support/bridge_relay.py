@@ -183,7 +183,7 @@ class RelayRank:
             ends = batch.row_start.tolist()
             rows = [ends[i + 1] - ends[i] for i in range(len(slots))]
             places = [self.rig.table[s, n : n + r] for s, n, r in zip(slots, lens, rows, strict=True)]
-            batch = dataclasses.replace(batch, out_cache_loc=torch.cat(places).long())
+            batch = dataclasses.replace(batch, out_cache_loc=torch.cat(places).long().to(self.device))
         if isinstance(self.client, RelayClient) and self.plan.pooled:
             return self.client.draft(batch, slots=slots, begins=begins, rewritten=[True] * len(slots))
         if isinstance(self.client, RelayClient):
