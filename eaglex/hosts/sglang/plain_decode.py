@@ -15,8 +15,7 @@ Sizes: B requests, W the width of the auxiliary hidden states.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +73,16 @@ class PlainDecode:
             device=before.device,
         )
         batch.forward_mode, batch.input_ids, batch.out_cache_loc, batch.spec_info = self._mode, bonus, places, None
-        with lengthened(batch, after):
-            forward_batch = self._forward_batch(
-                batch, self._runner, capture_hidden_mode=self._hidden, return_hidden_states_before_norm=False
-            )
+        # A verification's lengths, which sampling draws by, are those before its tokens; a decode's hold the token that
+        # it writes.
+        on_cpu, total = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens = after
+        batch.seq_lens_cpu = None if on_cpu is None else on_cpu + 1
+        batch.seq_lens_sum = None if total is None else total + requests
+        forward_batch = self._forward_batch(
+            batch, self._runner, capture_hidden_mode=self._hidden, return_hidden_states_before_norm=False
+        )
+        batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = before, on_cpu, total
         done = self._target.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         tokens = self._tokens(batch, bonus, done.logits_output)
         return Decoded(done, tokens, places, before, after, forward_batch)
@@ -92,23 +97,6 @@ class PlainDecode:
         predict, _, _ = self._sample(self._roots.over(bonus), batch, output)
         tokens: Tensor = predict.to(torch.int64)
         return tokens
-
-
-@contextlib.contextmanager
-def lengthened(batch: Any, after: Tensor) -> Iterator[None]:
-    """A verification's lengths are those before its tokens; a decode's hold the token that it writes."""
-    fields = ("seq_lens", "seq_lens_cpu", "seq_lens_sum")
-    kept = tuple(getattr(batch, name) for name in fields)
-    _, on_cpu, total = kept
-    batch.seq_lens = after
-    if on_cpu is not None:
-        batch.seq_lens_cpu = on_cpu + 1
-    if total is not None:
-        batch.seq_lens_sum = total + after.shape[0]
-    try:
-        yield
-    finally:
-        batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = kept
 
 
 class Roots:
