@@ -72,7 +72,8 @@ def test_low_bits_where_bytes_are_time(draft, monkeypatch) -> None:
     monkeypatch.setattr(auto_quant._Bench, "_cycle_seconds", by_bytes(1e-8))
     choice = chosen(draft, verify_seconds=1e-3)
     rows, starred = table(choice)
-    assert len(rows) >= 11
+    assert len(rows) >= 10
+    assert not any("head=int4" in recipe for recipe in rows), "no choice of scales holds it (docs/precision.md)"
     assert choice.quant.mlp is Precision.INT4, "most bytes, and little that differs"
     assert starred == str(choice.quant)
     assert rows[starred][4] >= 0.995 * max(row[4] for row in rows.values())
@@ -115,7 +116,7 @@ def test_packed_parts_stay(draft, monkeypatch) -> None:
     choice = chosen((config, packed), verify_seconds=1e-3)
     assert (choice.quant.mlp, choice.quant.qkv, choice.quant.o) == (None, None, None)
     assert choice.quant.head is not None
-    assert set(table(choice)[0]) == {"as stored", "head=fp8", "head=int4"}
+    assert set(table(choice)[0]) == {"as stored", "head=fp8"}
     none = chosen((config, quantize(weights, DraftQuant.parse("fp8"))))
     assert none.lines[-1] == "draft_quant: as stored: no part is left to be quantised"
 
@@ -157,7 +158,7 @@ def test_of_near_equals_the_one_that_agrees_most() -> None:
 
 def test_differences_within_the_noise_do_not_count(draft, monkeypatch) -> None:
     """The draft as stored took 2 ms and then 3: another that takes 1.9 is no faster."""
-    times = iter([2e-3, *[1.9e-3] * 8, 3e-3, *[1.9e-3] * 3])
+    times = iter([2e-3, *[1.9e-3] * 7, 3e-3, *[1.9e-3] * 3])
     monkeypatch.setattr(auto_quant._Bench, "_cycle_seconds", lambda *_: next(times))
     choice = chosen(draft, verify_seconds=1e-3)
     assert choice.quant == DraftQuant()
@@ -269,7 +270,7 @@ def test_cycles_are_run(draft, speculation, monkeypatch) -> None:
     monkeypatch.setattr(DraftEngine, "__init__", kept)
     monkeypatch.setattr(auto_quant, "_ROUND_SECONDS", 0.0)
     choice = chosen(draft, speculation)
-    assert len(engines) >= 12
+    assert len(engines) >= 11
     for engine in engines:
         counts = engine.counters()
         assert counts.pop("drafted") == (7 if speculation.num_steps else 0), counts
