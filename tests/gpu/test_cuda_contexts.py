@@ -14,14 +14,16 @@ from eaglex.config import SpeculationConfig
 
 pytestmark = pytest.mark.gpu
 
-CHAIN = SpeculationConfig(num_steps=4)
-TREE = SpeculationConfig(num_steps=4, topk=4, num_draft_tokens=16)
+CHAIN = SpeculationConfig(num_steps=3)
+TREE = SpeculationConfig(num_steps=3, topk=4, num_draft_tokens=12)
 ROOM = 131_072
 LENGTHS = (8_191, 16_384, 65_537, ROOM - 20)  # around powers of two, where splits and pages end
-HEADS = {"gqa 8 of 64": {"head_dim": 64, "num_heads": 8, "num_kv_heads": 1},
-         "gqa 4 of 128": {"head_dim": 128, "num_heads": 4, "num_kv_heads": 1},
-         "mha of 96": {"head_dim": 96, "num_heads": 2, "num_kv_heads": 2},
-         "gqa 2 of 256": {"head_dim": 256, "num_heads": 2, "num_kv_heads": 1}}
+HEADS = {  # few, since the reference's time is that of their keys
+    "gqa 2 of 64": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1},
+    "gqa 2 of 128": {"head_dim": 128, "num_heads": 2, "num_kv_heads": 1},
+    "mha of 96": {"head_dim": 96, "num_heads": 1, "num_kv_heads": 1},
+    "mha of 256": {"head_dim": 256, "num_heads": 1, "num_kv_heads": 1},
+}
 
 
 def filled(kind: type[StreamedRig], speculation: SpeculationConfig, heads: dict[str, int]) -> StreamedRig:
@@ -36,18 +38,16 @@ def filled(kind: type[StreamedRig], speculation: SpeculationConfig, heads: dict[
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_one_request(heads, speculation) -> None:
-    """From graphs and raw, judged by float64; each of the lengths alone, then the next rows behind it."""
+    """Each of the lengths alone, from graphs and raw in turn, judged by float64."""
     rig = filled(StreamedRig, speculation, heads)
     for request in range(len(LENGTHS)):
-        for enqueue in (False, True):
-            assert rig.compare(rig.cycle([Ask(request, 4, 2)], enqueue=enqueue)) == 1
-    assert rig.engine.counters()["drafted"] == 2 * len(LENGTHS)
-    rig.judge.check_choices()
+        assert rig.compare(rig.cycle([Ask(request, 4, 2)], enqueue=request % 2 == 1)) == 1
+    assert rig.engine.counters()["drafted"] == len(LENGTHS)
 
 
 def test_the_plain_chain(monkeypatch) -> None:
     monkeypatch.setenv("EAGLEX_CHAIN", "plain")
-    rig = filled(PlainChainRig, TREE, HEADS["gqa 4 of 128"])
+    rig = filled(PlainChainRig, TREE, HEADS["gqa 2 of 128"])
     for request in range(len(LENGTHS)):
         assert rig.compare(rig.cycle([Ask(request, 4, 2)])) == 1
 
@@ -56,7 +56,7 @@ def test_a_far_key_counts() -> None:
     """A key that is left out is not missed among a hundred thousand: so the value of one becomes very large, at either
     end of the context and between, and the draft must follow.
     """
-    rig = filled(StreamedRig, CHAIN, HEADS["gqa 4 of 128"])
+    rig = filled(StreamedRig, CHAIN, HEADS["gqa 2 of 128"])
     request = len(LENGTHS) - 1
     batch, slot, length = rig.batch([Ask(request, 1)]), 1 + request, LENGTHS[-1]
     rig.engine.run(batch)

@@ -38,12 +38,11 @@ def _listener(tmp_path, monkeypatch):
 
 
 def heard() -> list[str]:
-    """What was opened since the last call, all in the domain "eaglex" and closed again."""
+    """What was opened in the domain "eaglex" since the last call, and closed again; torch's libraries have others."""
     path = Path(os.environ["EAGLEX_RANGES"])
     lines = path.read_text().splitlines() if path.exists() else []
     path.write_text("")
-    assert all(line.startswith("eaglex/") for line in lines)
-    names = [line.removeprefix("eaglex/") for line in lines]
+    names = [line.removeprefix("eaglex/") for line in lines if line.startswith("eaglex/")]
     opened = [name for name in names if name]
     assert len(opened) == len(names) - len(opened)
     return opened
