@@ -77,7 +77,7 @@ class Host:
         self.random = torch.Generator().manual_seed(seed)
         loaded = checkpoint.load(setting.draft, target=TINY / "target", max_positions=CONTEXT, dtype=setting.dtype)
         self.config, self.weights = loaded.config, loaded.weights
-        self.table = torch.zeros((setting.slots + 1, CONTEXT + 40), dtype=torch.int32)
+        self.table = torch.zeros((setting.slots + 1, CONTEXT + 40), dtype=torch.int32, device=setting.device)
         self.pool = ReqToTokenPool(self.table, setting.slots)
         self.free_slots = list(range(1, setting.slots + 1))
         self.free_kv = list(range(1, setting.pool))
@@ -94,6 +94,10 @@ class Host:
 
     def aux(self, rows: int) -> Tensor:
         return torch.randn((rows, self.config.aux_width), generator=self.random).to(self.setting.dtype)
+
+    def there(self, values: list[int] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """On the target's device."""
+        return torch.as_tensor(values, dtype=dtype).to(self.setting.device)
 
     def token(self) -> int:
         return self.choose.randrange(self.config.vocab_size)
@@ -175,15 +179,15 @@ class Host:
         if chunked is not None:
             first[-1] = BAD  # sampled from the middle of a prompt: nobody's business
         batch = Batch(
-            list(joining), torch.tensor([request.slot for request in joining]),
-            torch.tensor([p + n for p, n in zip(prefixes, lengths, strict=True)]), Mode.EXTEND,
-            input_ids=torch.tensor(ids), out_cache_loc=torch.tensor(places), extend_lens=lengths, prefix_lens=prefixes,
+            list(joining), self.there([request.slot for request in joining]),
+            self.there([p + n for p, n in zip(prefixes, lengths, strict=True)]), Mode.EXTEND,
+            input_ids=self.there(ids), out_cache_loc=self.there(places), extend_lens=lengths, prefix_lens=prefixes,
         )  # fmt: skip
         if chunked is not None:
             batch.chunked_req = chunked
             batch.chunked_req_next_prompt_token = chunked.prompt[prefixes[-1] + lengths[-1]]
         self.worker.target_worker.answer = Result(
-            logits_output=SimpleNamespace(hidden_states=aux), next_token_ids=torch.tensor(first)
+            logits_output=SimpleNamespace(hidden_states=self.there(aux, aux.dtype)), next_token_ids=self.there(first)
         )
         result = self.forward(batch)
         assert result.new_seq_lens.tolist() == batch.seq_lens.tolist()
@@ -209,8 +213,8 @@ class Host:
             self.reserve(request, request.length + self.setting.nodes)
         lengths = [request.length for request in batch_of]
         batch = Batch(
-            list(batch_of), torch.tensor([request.slot for request in batch_of]), torch.tensor(lengths),
-            spec_info=DraftInput(bonus_tokens=torch.tensor([request.bonus for request in batch_of], dtype=torch.int32)),
+            list(batch_of), self.there([request.slot for request in batch_of]), self.there(lengths),
+            spec_info=DraftInput(bonus_tokens=self.there([request.bonus for request in batch_of], torch.int32)),
             seq_lens_sum=self.choose.choice((None, sum(lengths))),
         )  # fmt: skip
         self.unprocessed.append([request.length for request in batch_of])
@@ -266,13 +270,13 @@ class Host:
             self.extended(request, aux, following)
             counts.append(len(path))
             bonus.append(request.bonus)
-        accept_lens = torch.tensor(counts, dtype=torch.int32)
+        accept_lens, hidden = self.there(counts, torch.int32), self.there(hidden, hidden.dtype)
         return Result(
             logits_output=SimpleNamespace(hidden_states=hidden.view(-1, self.config.aux_width)),
-            next_token_ids=predict.view(-1),
+            next_token_ids=self.there(predict.view(-1), torch.int32),
             accept_lens=accept_lens,
             new_seq_lens=batch.seq_lens + accept_lens,
-            next_draft_input=DraftInput(bonus_tokens=torch.tensor(bonus, dtype=torch.int32)),
+            next_draft_input=DraftInput(bonus_tokens=self.there(bonus, torch.int32)),
         )
 
     def check_mask(self, mask: Tensor, trees: list[reference.VerifyTree], lengths: list[int]) -> None:
@@ -284,7 +288,7 @@ class Host:
             wanted = torch.stack([tree.mask for tree in trees]).flatten()
         else:
             wanted, mask = reference.packed_mask(trees).flatten(), mask.view(torch.uint8)
-        assert torch.equal(mask.flatten()[: len(wanted)], wanted)
+        assert torch.equal(mask.flatten()[: len(wanted)].cpu(), wanted)
         if kept is not None and self.setting.mask_fits:
             assert mask.data_ptr() == self.worker.target_worker.model_runner.attn_backend.verify_mask.buffer.data_ptr()
 
@@ -308,7 +312,8 @@ class Host:
 
 def server_args(setting: Setting) -> Any:
     return SimpleNamespace(
-        device="cpu", speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
+        device=setting.device, base_gpu_id=0, gpu_id_step=1, tp_size=1,
+        speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
         speculative_eagle_topk=setting.topk, speculative_num_draft_tokens=setting.nodes,
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
         model_path=str(TINY / "target"), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
@@ -349,10 +354,11 @@ def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size
         chosen |= setting.options
         patch.setenv(options.VARIABLE, json.dumps(chosen))
         patch.setattr(break_even, "clock_of", lambda device: seconds_of)
-        for name, stand_in in {
+        stand_ins = {
             "Stream": fake_host.Stream, "Event": fake_host.Event, "stream": fake_host.OnStream,
             "current_stream": lambda: fake_host.Stream.current,
-        }.items():  # fmt: skip
+        }  # fmt: skip
+        for name, stand_in in stand_ins.items() if setting.device == "cpu" else ():
             patch.setattr(torch.cuda, name, stand_in)
         for name in MODULES:
             sys.modules.pop(name, None)

@@ -75,6 +75,10 @@ class Batch:
     is_extend_in_batch: bool = False
     seq_lens_sum: int | None = None
 
+    @property
+    def req_pool_indices_cpu(self) -> Tensor:
+        return self.req_pool_indices.cpu()
+
 
 class BaseSpecWorker:
     """As base_spec_worker.py has it, in what this worker inherits."""
@@ -194,6 +198,7 @@ class Setting:
     pausing: bool = False
     adaptive: tuple[int, ...] = ()
     metrics: bool = False
+    device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -311,7 +316,8 @@ class TargetWorker:
             }[setting.mask]
             packed = {1: torch.uint8, 2: torch.uint16}[-(-nodes // 8)]
             dtype = packed if setting.mask is TreeMaskMode.QLEN_ONLY_BITPACKING else torch.bool
-            buffer = VerifyMask(torch.zeros(max(rows, 1) * cells, dtype=dtype), setting.mask, rows)
+            cells *= max(rows, 1)
+            buffer = VerifyMask(torch.zeros(cells, dtype=dtype, device=setting.device), setting.mask, rows)
         return SimpleNamespace(verify_mask=buffer, max_context_len=CONTEXT + 40, nodes=nodes)
 
     def forward_batch_generation(self, batch: Batch, capture_hidden_mode: Any) -> Result | None:

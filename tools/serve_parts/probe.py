@@ -144,14 +144,17 @@ def activate() -> None:
     path, engine = os.environ.get("SERVE_PROBE"), os.environ.get("SERVE_PROBE_ENGINE")
     if not path or engine == "none":
         return
-    if engine in ("eaglex", "pausing", "fp8", "int4"):
+    if engine in ("eaglex", "pausing", "fp8", "int4", "dedicated"):
+        from eaglex.hosts.sglang.dedicated_draft import DedicatedDraft
+        from eaglex.hosts.sglang.draft_side import DraftSide
         from eaglex.hosts.sglang.engine_draft import EngineDraft
         from eaglex.hosts.sglang.engine_worker import EaglexEngineWorker as Worker
         from eaglex.hosts.sglang.stream import DraftStream
 
         launch(DraftStream)
-        timed(EngineDraft, "draft", "draft")
-        timed(EngineDraft, "draft_verified", "extend", takes_stream=True)
+        timed(DraftSide, "draft", "draft")
+        for side in (EngineDraft, DedicatedDraft):
+            timed(side, "draft_verified", "extend", takes_stream=True)
     elif engine == "socket":
         from eaglex.hosts.sglang.stream import DraftStream
         from eaglex.hosts.sglang.worker import EaglexWorker as Worker

@@ -160,6 +160,9 @@ class DraftSide:
         if self._link is not None:
             self._link.bridge.check()
 
+    def begin(self, batch: Any) -> None:
+        """The host forwards this batch next, and no draft waits to be enqueued any more."""
+
     def _connect(self, results: DraftResults) -> None:
         """This rank's end of the bridge, over these results. Raises BridgeError on every rank alike."""
         drafter: dict[str, Any] = {}

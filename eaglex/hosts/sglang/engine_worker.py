@@ -103,6 +103,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         """
         self._draft_worker.check()
         current = self._stream.join()
+        self._draft_worker.begin(batch)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result, draft, inputs = self._prefill(batch)
         else:
