@@ -34,6 +34,7 @@ struct Case {
   int topk = 1;
   int num_draft_tokens = 6;
   int context = 1024;
+  int max_context = 0;  // that the table has room for; 0: the context and little more
   float stop_score = -std::numeric_limits<float>::infinity();
   DType weights = DType::kBF16;  // or kF8, kI4: all matrices but fc
   int layers = 1;
@@ -57,7 +58,7 @@ class Subject {
     config_.head_dim = config_.rotary_dim = shape.head_dim;
     config_.vocab_size = shape.vocab;
     config_.draft_vocab_size = shape.draft_vocab;
-    config_.max_positions = c.context + kRoom;
+    config_.max_positions = std::max(c.context + kRoom, c.max_context);
     speculation_.num_steps = c.num_steps;
     speculation_.topk = c.topk;
     speculation_.num_draft_tokens = c.num_draft_tokens;

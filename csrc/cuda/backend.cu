@@ -101,7 +101,7 @@ void CudaBackend::bind(const EngineContext& context) {
   unpack_weights();
   buffers_ =
       planned(take, [&](Workspace& workspace) { return Buffers::carve(context_, type_, plain_work(), workspace); });
-  chain_ = {context_, block_.batch, block_.drafting};
+  chain_ = {context_, block_.batch, block_.drafting, fast_ ? fast_->live_rows() : LiveRows{}};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, block_);
 }
 

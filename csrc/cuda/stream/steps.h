@@ -11,6 +11,7 @@
 #include <cstddef>
 
 #include "core/params.h"
+#include "cuda/live_rows.h"
 #include "cuda/stream/config.h"
 #include "cuda/stream/tiles.h"
 
@@ -43,6 +44,7 @@ struct StreamPlan {
   std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
   const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
   int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
+  cuda::LiveRows live;                 // where given, a part's rows are those of the list, from first_row on
   // qkv over all rows of an extend at once: it writes queries and residuals of the rows that are drafted from alone,
   // and attention behind it finds the last rows' keys written by the kernel before.
   bool last_queries = false;
