@@ -3,7 +3,7 @@
 // Caller: first in every cycle.
 // Bytes: 12 to 16 per row (input id, KV slot), 60 per lane.
 // Mapping: one CTA per lane, one thread per row, strided.
-#include "cuda/kernels.h"
+#include "cuda/admit.h"
 
 namespace eaglex::cuda {
 namespace {
@@ -47,24 +47,26 @@ __device__ int rows_before(const EngineContext& context, const DraftBatch& batch
 }
 
 // The lane's rows to their places, which all lanes find alike: where one of them is not sound, as rows of nobody.
-__device__ void list_rows(const Chain& chain, std::int32_t lane, int first, int count, bool keeps) {
+__device__ void list_rows(const Chain& chain, const LiveRows& live, std::int32_t lane, int first, int count,
+                          LaneStatus status) {
   const DraftBatch& batch = *chain.batch;
   for (int i = static_cast<int>(threadIdx.x); i < count && first + i < LiveRows::kMost; i += kThreads) {
     LiveRow found;
-    if (keeps) {
+    if (keeps_kv(status)) {
       const std::int64_t row = batch.row_start[lane] + i;
       found.position = batch.seq_lens[lane] + i;
       found.kv_slot = write_slot(chain.context, batch, lane, row, found.position);
       found.row = static_cast<std::int32_t>(row);
       found.token = static_cast<std::int32_t>(batch.input_ids[row]);
+      found.query = status == LaneStatus::kLive && i == count - 1 ? lane : -1;
     }
-    chain.live.rows[first + i] = found;
+    live.rows[first + i] = found;
   }
   if (lane == batch.batch - 1 && threadIdx.x == 0)
-    *chain.live.count = first + count < LiveRows::kMost ? first + count : LiveRows::kMost;
+    *live.count = first + count < LiveRows::kMost ? first + count : LiveRows::kMost;
 }
 
-__global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__ Chain chain) {
+__global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__ Chain chain, LiveRows live) {
 #if __CUDA_ARCH__ >= 900
   // fuse of the fast chain may fetch its weights meanwhile; before it reads or writes anything else it waits for the end
   // of this kernel. What is launched without the attribute is not affected.
@@ -73,9 +75,9 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
   const DraftBatch& batch = *chain.batch;
   const EngineContext& context = chain.context;
   const auto lane = static_cast<std::int32_t>(blockIdx.x);
-  const bool lists = chain.live.rows != nullptr && batch.num_rows <= LiveRows::kMost;
+  const bool lists = live.rows != nullptr && batch.num_rows <= LiveRows::kMost;
   if (lane >= batch.batch) {
-    if (lists && batch.batch == 0 && lane == 0 && threadIdx.x == 0) *chain.live.count = 0;
+    if (lists && batch.batch == 0 && lane == 0 && threadIdx.x == 0) *live.count = 0;
     return;
   }
   touch_lanes(batch, lane);
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
   }
   const int before = lists ? rows_before(context, batch, lane) : 0;
   if (__syncthreads_and(sound) == 0) status = LaneStatus::kBadIndex;
-  if (lists) list_rows(chain, lane, before, count, keeps_kv(status));
+  if (lists) list_rows(chain, live, lane, before, count, status);
   if (threadIdx.x != 0) return;
   settle_lane(context, batch, lane, status);
   if (status == LaneStatus::kLive) chain.drafting[0] = 1;
@@ -95,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
 
 }  // namespace
 
-void launch_admit(const Chain& chain, int lanes, cudaStream_t stream) {
-  launch("admit", admit_kernel, {dim3(static_cast<unsigned>(lanes)), kThreads, 0, stream}, chain);
+void launch_admit(const Chain& chain, const LiveRows& live, int lanes, cudaStream_t stream) {
+  launch("admit", admit_kernel, {dim3(static_cast<unsigned>(lanes)), kThreads, 0, stream}, chain, live);
 }
 
 }  // namespace eaglex::cuda

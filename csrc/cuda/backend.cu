@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "cuda/admit.h"
 #include "cuda/factory.h"
 #include "cuda/kernels.h"
 #include "cuda/stream/steps.h"
@@ -101,7 +102,7 @@ void CudaBackend::bind(const EngineContext& context) {
   unpack_weights();
   buffers_ =
       planned(take, [&](Workspace& workspace) { return Buffers::carve(context_, type_, plain_work(), workspace); });
-  chain_ = {context_, block_.batch, block_.drafting, fast_ ? fast_->live_rows() : LiveRows{}};
+  chain_ = {context_, block_.batch, block_.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, block_);
 }
 
@@ -266,7 +267,7 @@ GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight)
 void CudaBackend::admit() {
   const DeviceGuard guard(device_);
   if (purpose_ == Purpose::kRun) launch_store_block(batch_, block_, stream_);
-  launch_admit(chain_, lanes(), stream_);
+  launch_admit(chain_, fast_ ? fast_->live_rows() : LiveRows{}, lanes(), stream_);
 }
 
 // The host's rows as they are, where they need neither norm nor conversion: for prompts only, where the copy costs.

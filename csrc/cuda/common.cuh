@@ -12,7 +12,6 @@
 #include "core/lane.h"
 #include "cuda/check.h"
 #include "cuda/guards.h"
-#include "cuda/live_rows.h"
 
 namespace eaglex::cuda {
 
@@ -57,7 +56,6 @@ struct Chain {
   EngineContext context;
   const DraftBatch* batch = nullptr;
   std::int32_t* drafting = nullptr;  // [kMaxSteps + 1]
-  LiveRows live;                     // the fast chain's
 };
 
 // A launch may cover part of a pass: rows [first, first + count) of `rows`.

@@ -153,10 +153,11 @@ class StreamChain final : public FastChain {
       launch = *std::exchange(rows_, std::nullopt);
       launch.parts = QkvParts::kAll;
       if (launch.layer == 0) plan_.embed_tokens = launch.embed_tokens.data;
-      stream::StreamPlan plan = plan_for(launch.rows);
-      plan.last_queries = true;
-      stream::launch_qkv(plan, launch, context_, batch_, to);
-      return true;
+      return in_parts(launch.rows, launch.qkv, [&](const Rows& rows, stream::StreamPlan plan) {
+        launch.rows = rows;
+        plan.last_queries = true;
+        stream::launch_qkv(plan, launch, context_, batch_, to);
+      });
     }
     if (params.parts == QkvParts::kKeyValue) {
       return in_parts(params.rows, launch.qkv, [&](const Rows& rows, const stream::StreamPlan& plan) {
@@ -234,10 +235,9 @@ class StreamChain final : public FastChain {
   };
 
   // Whether K and V of an extend's rows wait for the queries of its last ones, so that one launch reads the three matrices
-  // instead of two a part of them each. Queries of all rows cost nothing where these are few.
+  // instead of two a part of them each. Queries of all rows cost little where those that count are few.
   [[nodiscard]] bool joins(const Rows& rows) const {
-    constexpr int kMost = 16;
-    return rows.max_rows <= kMost && context_.speculation.num_steps > 0;
+    return rows.max_rows <= kMaxTokens && context_.speculation.num_steps > 0;
   }
 
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }

@@ -12,6 +12,7 @@ struct alignas(16) LiveRow {
   std::int64_t kv_slot = 0;
   std::int32_t row = -1;  // of the batch; negative: of a lane that keeps nothing, by another of its rows
   std::int32_t token = 0;
+  std::int32_t query = -1;  // the lane that drafts from this row; negative: none
 };
 
 // On the device; null: rows are taken as the batch has them.

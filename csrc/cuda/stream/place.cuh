@@ -20,6 +20,7 @@ __device__ __forceinline__ cuda::LiveRow live_row(const cuda::LiveRows& live, in
   found.kv_slot = load_past_l1(&from->kv_slot);
   found.row = __ldcg(&from->row);
   found.token = __ldcg(&from->token);
+  found.query = __ldcg(&from->query);
   if (at >= count) found.row = -1;
   return found;
 }

@@ -33,7 +33,7 @@ struct QkvStep : PlainStep {
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
-    cuda::LiveRows live;  // of K and V of an extend
+    cuda::LiveRows live;  // of an extend
     Rows rows_of_pass;
     int first;  // row of the pass
     bool gather;
@@ -86,7 +86,7 @@ struct QkvStep : PlainStep {
     source[params.has_embedding ? stride : 0] = hidden;
   }
 
-  // As `admit` has listed it; K and V alone.
+  // As `admit` has listed it.
   __device__ static void locate_live(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
     const int hidden_size = params.context.config.hidden_size;
     const std::int64_t width = params.context.config.kv_size();
@@ -97,7 +97,8 @@ struct QkvStep : PlainStep {
     source[params.has_embedding ? stride : 0] =
         live ? params.hidden + static_cast<std::int64_t>(found.row) * hidden_size : params.idle_row;
     const bool kept = live && found.kv_slot >= 0;
-    *info = {static_cast<float>(found.position), -1, kept ? params.pool_k + found.kv_slot * width : nullptr,
+    *info = {static_cast<float>(found.position), live ? found.query : -1,
+             kept ? params.pool_k + found.kv_slot * width : nullptr,
              kept ? params.pool_v + found.kv_slot * width : nullptr};
   }
 
@@ -135,8 +136,9 @@ struct QkvStep : PlainStep {
     const bf16* const* const hidden = sources + (params.has_embedding ? 8 * kTokenTiles : 0);
     for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
       const int row =
-          !params.last_queries
-              ? token
+          !params.last_queries ? token
+          : params.live.rows != nullptr
+              ? live_row(params.live, params.first + token).query
               : query_of(params, eaglex::locate(params.context, *params.batch, params.rows_of_pass, token), token);
       if (row < 0) continue;
       const uint4* const from = reinterpret_cast<const uint4*>(hidden[token]);

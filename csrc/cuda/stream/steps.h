@@ -44,7 +44,6 @@ struct StreamPlan {
   std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
   const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
   int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
-  cuda::LiveRows live;                 // where given, a part's rows are those of the list, from first_row on
   // qkv over all rows of an extend at once: it writes queries and residuals of the rows that are drafted from alone,
   // and attention behind it finds the last rows' keys written by the kernel before.
   bool last_queries = false;
@@ -55,6 +54,7 @@ struct StreamPlan {
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
+  cuda::LiveRows live;  // where given, rows of an extend are those of the list, from first_row on
 };
 
 // Whether products of more than 16 rows are wgmma's there.
