@@ -34,13 +34,13 @@ struct Case {
   int topk = 1;
   int num_draft_tokens = 6;
   int context = 1024;
-  int max_context = 0;  // that the table has room for; 0: the context and little more
   float stop_score = -std::numeric_limits<float>::infinity();
   DType weights = DType::kBF16;  // or kF8, kI4: all matrices but fc
   int layers = 1;
   AuxNorm aux_norm = AuxNorm::kNone;
   Residual residual = Residual::kPreNorm;
   NextHidden next_hidden = NextHidden::kPreNorm;
+  int max_context = 0;  // that the table has room for; 0: the context and little more
 };
 
 class Subject {

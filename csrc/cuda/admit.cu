@@ -10,10 +10,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What the lanes to `last` hold is read one value after another: here all are fetched at once.
+// What the lanes to `last` hold is read one value after another: here all are fetched at once, into L1.
 __device__ void touch_lanes(const DraftBatch& batch, std::int32_t last) {
 #if __CUDA_ARCH__ >= 800
-  const auto touch = [](const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at) : "memory"); };
+  const auto touch = [](const void* at) {
+    std::uint32_t unused;
+    asm volatile("ld.global.ca.u8 %0, [%1];" : "=r"(unused) : "l"(at) : "memory");
+  };
   const auto touch_id = [&](const IdView& ids, std::int32_t i) {
     touch(ids.i64 != nullptr ? static_cast<const void*>(ids.i64 + i) : static_cast<const void*>(ids.i32 + i));
   };

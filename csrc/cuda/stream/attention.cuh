@@ -16,7 +16,7 @@ struct AttentionArgs {
   const DraftBatch* batch;
   Rows rows;
   AttentionGrid grid;
-  int lanes;        // whose lengths are looked at, where the batch has as many
+  int lanes;        // whose lengths are looked at, where the batch has as many; 0: they do not matter
   bool last_fresh;  // the kernel before writes the keys of Pass::kExtendLast's requests: StreamPlan::last_queries
   float scale;      // log2(e) / √D
   const bf16* q;

@@ -47,6 +47,14 @@ struct AttentionGrid {
   return grid;
 }
 
+// Whether no context that may come is cut into more or fewer parts than another.
+[[nodiscard]] constexpr bool same_splits(const AttentionGrid& grid, std::int64_t max_context) {
+  for (int length = 1; length <= length_class(max_context); ++length) {
+    if (grid.splits[length] != grid.splits[0]) return false;
+  }
+  return true;
+}
+
 // Two blocks per SM at most, and not more than the longest context that may come gives work to.
 [[nodiscard]] constexpr int attention_blocks(const DeviceLimits& device, const AttentionGrid& grid,
                                              std::int64_t max_context) {

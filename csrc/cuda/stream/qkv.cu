@@ -97,8 +97,7 @@ struct QkvStep : PlainStep {
     source[params.has_embedding ? stride : 0] =
         live ? params.hidden + static_cast<std::int64_t>(found.row) * hidden_size : params.idle_row;
     const bool kept = live && found.kv_slot >= 0;
-    *info = {static_cast<float>(found.position), live ? found.query : -1,
-             kept ? params.pool_k + found.kv_slot * width : nullptr,
+    *info = {static_cast<float>(found.position), found.query, kept ? params.pool_k + found.kv_slot * width : nullptr,
              kept ? params.pool_v + found.kv_slot * width : nullptr};
   }
 
