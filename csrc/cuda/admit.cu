@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // What the lanes to `last` hold is read one value after another: here all are fetched at once, into L1.
-__device__ void touch_lanes(const DraftBatch& batch, std::int32_t last) {
+__device__ void touch_lanes([[maybe_unused]] const DraftBatch& batch, [[maybe_unused]] std::int32_t last) {
 #if __CUDA_ARCH__ >= 800
   const auto touch = [](const void* at) {
     std::uint32_t unused;
