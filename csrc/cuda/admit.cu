@@ -16,6 +16,7 @@ __device__ void touch_lanes([[maybe_unused]] const DraftBatch& batch, [[maybe_un
   const auto touch = [](const void* at) {
     std::uint32_t unused;
     asm volatile("ld.global.ca.u8 %0, [%1];" : "=r"(unused) : "l"(at) : "memory");
+    static_cast<void>(unused);
   };
   const auto touch_id = [&](const IdView& ids, std::int32_t i) {
     touch(ids.i64 != nullptr ? static_cast<const void*>(ids.i64 + i) : static_cast<const void*>(ids.i32 + i));
