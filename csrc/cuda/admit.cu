@@ -10,28 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What the lanes to `last` hold is read one value after another: here all are fetched at once, into L1.
-__device__ void touch_lanes([[maybe_unused]] const DraftBatch& batch, [[maybe_unused]] std::int32_t last) {
-#if __CUDA_ARCH__ >= 800
-  const auto touch = [](const void* at) {
-    std::uint32_t unused;
-    asm volatile("ld.global.ca.u8 %0, [%1];" : "=r"(unused) : "l"(at) : "memory");
-    static_cast<void>(unused);
-  };
-  const auto touch_id = [&](const IdView& ids, std::int32_t i) {
-    touch(ids.i64 != nullptr ? static_cast<const void*>(ids.i64 + i) : static_cast<const void*>(ids.i32 + i));
-  };
-  const auto lane = static_cast<std::int32_t>(threadIdx.x);
-  if (lane > last) return;
-  touch(batch.row_start + lane);
-  if (lane == last) touch(batch.row_start + lane + 1);
-  touch(batch.num_valid + lane);
-  touch_id(batch.req_pool_indices, lane);
-  touch_id(batch.seq_lens, lane);
-  touch(batch.draft_from + lane);
-#endif
-}
-
 // Rows of a lane that count as far as can be said without looking at them.
 __device__ int kept_rows(const EngineContext& context, const DraftBatch& batch, std::int32_t lane) {
   return keeps_kv(lane_status(context, batch, lane)) ? batch.num_valid[lane] : 0;
@@ -84,7 +62,6 @@ __global__ void __launch_bounds__(kThreads) admit_kernel(const __grid_constant__
     if (lists && batch.batch == 0 && lane == 0 && threadIdx.x == 0) *live.count = 0;
     return;
   }
-  touch_lanes(batch, lane);
   LaneStatus status = lane_status(context, batch, lane);
   const int count = keeps_kv(status) ? batch.num_valid[lane] : 0;
   int sound = 1;

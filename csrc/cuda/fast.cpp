@@ -145,7 +145,7 @@ class StreamChain final : public FastChain {
     launch.qkv = tiled(params.qkv);
     if (params.parts == QkvParts::kKeyValue) {
       rows_.reset();  // of a cycle that came to no queries
-      if (joins(params.rows, launch.qkv)) rows_ = launch;
+      if (joins(params.rows)) rows_ = launch;
       if (rows_) return true;
     }
     last_queries_ = params.parts == QkvParts::kQuery && rows_.has_value();
@@ -235,15 +235,9 @@ class StreamChain final : public FastChain {
   };
 
   // Whether K and V of an extend's rows wait for the queries of its last ones, so that one launch reads the three matrices
-  // instead of two a part of them each. Queries of all rows cost little where these are few, or where wgmma multiplies
-  // 128 of them while it waits for the weights.
-  [[nodiscard]] bool joins(const Rows& rows, const Linear& qkv) const {
-    if (context_.speculation.num_steps == 0 || rows.max_rows > LiveRows::kMost) return false;
-    return rows.max_rows <= kMaxTokens || most_rows(qkv) > kMaxTokens;
-  }
-
-  [[nodiscard]] int most_rows(const Linear& matrix) const {
-    return stream::most_rows(plan_.device, static_cast<const stream::Tiles*>(matrix.prepared)->precision);
+  // instead of two a part of them each. Queries of all rows cost little where these are few.
+  [[nodiscard]] bool joins(const Rows& rows) const {
+    return rows.max_rows <= kMaxTokens && context_.speculation.num_steps > 0;
   }
 
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
@@ -261,7 +255,7 @@ class StreamChain final : public FastChain {
   template <class Launch>
   bool in_parts(Rows rows, const Linear& matrix, Launch&& launch) const {
     if (rows.max_rows < 1 || rows.max_rows > LiveRows::kMost) return false;
-    const int most = most_rows(matrix);
+    const int most = stream::most_rows(plan_.device, static_cast<const stream::Tiles*>(matrix.prepared)->precision);
     stream::StreamPlan plan = plan_for(rows);
     plan.live = live_;
     Rows part = rows;

@@ -104,10 +104,6 @@ __device__ __forceinline__ void mark_ancestors(const AttentionArgs& args, int fi
   __syncthreads();
 }
 
-__device__ __forceinline__ int first_row_of(const AttentionArgs& args, int task) {
-  return task / args.context.config.num_kv_heads / args.grid.packs * args.grid.width;
-}
-
 __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBatch& batch, int first_row) {
   const EngineContext& context = args.context;
   Keys keys;
@@ -136,8 +132,8 @@ __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBa
 }
 
 template <int kDim, int kRing>
-__device__ __forceinline__ void work(const AttentionArgs& args, const Keys& keys, int task, int split, int splits,
-                                     std::byte* shared, std::uint32_t (*visible)[kMaskWords],
+__device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch& batch, int task, int split,
+                                     int splits, std::byte* shared, std::uint32_t (*visible)[kMaskWords],
                                      float (*weights)[kMaxSplits + 2], bool* last, Producers producers) {
   const EngineContext& context = args.context;
   const int warp = threadIdx.x / 32;
@@ -145,10 +141,11 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const Keys& keys
   const int kv_heads = context.config.num_kv_heads;
   const int kv_head = task % kv_heads;
   const int pack_index = task / kv_heads % args.grid.packs;
-  const int first_row = first_row_of(args, task);
+  const int first_row = task / kv_heads / args.grid.packs * args.grid.width;
   const int group = context.config.num_heads / kv_heads;
   const Packing packing{first_row,       kv_head * group,    group,
                         args.grid.width, args.rows.max_rows, pack_index * kPackedRows};
+  const Keys keys = keys_of(args, batch, first_row);
   if (args.rows.pass == Pass::kStep && keys.total > 0) mark_ancestors(args, first_row, visible);
 
   constexpr std::size_t kSlot = attention_slot_floats(kDim);
@@ -193,16 +190,18 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const Keys& keys
   __syncthreads();  // `last` and the ring serve the next item
 }
 
-// The longest context among the lanes that this thread looks at.
-__device__ __forceinline__ unsigned longest_of(const AttentionArgs& args, const DraftBatch& batch) {
-  if (args.lanes == 0) return 0;
+// Of how many parts the keys of each task are: by the longest context of the batch, so that all blocks find the same.
+__device__ __forceinline__ int splits_of(const AttentionArgs& args, const DraftBatch& batch) {
+  if (args.lanes == 0) return args.grid.splits[0];
   const int batch_size = __ldcg(&batch.batch);
   std::int64_t longest = 0;
   for (int i = threadIdx.x % 32; i < args.lanes; i += 32) {
     const std::int64_t length = load_past_l1(args.context.lanes.new_len + i);
     if (i < batch_size && length > longest) longest = length;
   }
-  return static_cast<unsigned>(longest < args.context.kv.max_context ? longest : args.context.kv.max_context);
+  const std::int64_t most = args.context.kv.max_context;
+  const auto length = static_cast<unsigned>(longest < most ? longest : most);
+  return args.grid.splits[length_class(__reduce_max_sync(0xFFFFFFFF, length))];
 }
 
 // Lengths, tables and ancestors are read before the wait. Two conditions make that right: qkv, which stands before,
@@ -224,22 +223,13 @@ __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid
   }
   touch_parameters(args);
   const DraftBatch& batch = *args.batch;
-  // Of how many parts the keys of each task are: by the longest context of the batch, so that all blocks find the same.
-  const unsigned longest = longest_of(args, batch);
-  int splits = args.lanes == 0 ? args.grid.splits[0] : 0;
+  const int splits = splits_of(args, batch);
+  const int items = args.grid.tasks * splits;
   Producers producers = Producers::kRunning;
-  for (int item = blockIdx.x;; item += gridDim.x) {
-    const int task = item % args.grid.tasks;
-    const int split = item / args.grid.tasks;
-    // Blocks for which this context has no work leave without the wait, so that the next kernel gets their place. The
-    // first block always has some: the kernel does not end before those that it waits for.
-    if (splits != 0 && split >= splits) break;
-    const Keys keys = keys_of(args, batch, first_row_of(args, task));
-    if (splits == 0) {  // now, since its reads and those for the keys are one round trip
-      splits = args.grid.splits[length_class(__reduce_max_sync(0xFFFFFFFF, longest))];
-      if (split >= splits) break;
-    }
-    work<kDim, kRing>(args, keys, task, split, splits, shared, visible, weights, &last, producers);
+  // Blocks for which this context has no work leave without the wait, so that the next kernel gets their place. The
+  // first block always has some: the kernel does not end before those that it waits for.
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    work<kDim, kRing>(args, batch, item / splits, item % splits, splits, shared, visible, weights, &last, producers);
     producers = Producers::kDone;
   }
 #endif
