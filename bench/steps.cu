@@ -150,11 +150,11 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
 
 // fuse, and K and V, of more rows than a step has.
 void check_wide(Model& m, cudaStream_t stream, Verdict& verdict) {
-  for (const int rows : {65, 131, 192}) {
+  for (const int rows : {65, 99, 128}) {
     if (rows > stream::most_rows(m.plan.device, stream::Precision::kBf16)) continue;
     m.set_lanes(rows);
     for (const stream::Reduction reduction : {stream::Reduction::kOwner, stream::Reduction::kLastArriver}) {
-      if (rows == 131 && reduction == stream::Reduction::kLastArriver) continue;
+      if (rows == 99 && reduction == stream::Reduction::kLastArriver) continue;
       m.plan.reduction = reduction;
       poison(m, stream);
       check_fuse(m, rows, stream, verdict);

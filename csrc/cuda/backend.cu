@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "cuda/admit.h"
 #include "cuda/factory.h"
 #include "cuda/kernels.h"
 #include "cuda/range.h"
@@ -280,7 +281,7 @@ void CudaBackend::admit() {
   const StepRange step("admit");
   const DeviceGuard guard(device_);
   if (purpose_ == Purpose::kRun) launch_store_block(batch_, block_, stream_);
-  launch_admit(chain_, lanes(), stream_);
+  launch_admit(chain_, fast_ ? fast_->live_rows() : LiveRows{}, lanes(), stream_);
 }
 
 // The host's rows as they are, where they need neither norm nor conversion: for prompts only, where the copy costs.

@@ -45,12 +45,11 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   expect_range("tokens", problem.tokens, 1, most_tokens(problem.wgmma, problem.weight_bits));
 
   GemmConfig config;
-  config.token_tiles = problem.tokens <= 8     ? 1
-                       : problem.tokens <= 16  ? 2
-                       : problem.tokens <= 32  ? 4
-                       : problem.tokens <= 64  ? 8
-                       : problem.tokens <= 128 ? 16
-                                               : 24;
+  config.token_tiles = problem.tokens <= 8    ? 1
+                       : problem.tokens <= 16 ? 2
+                       : problem.tokens <= 32 ? 4
+                       : problem.tokens <= 64 ? 8
+                                              : 16;
   config.tile_rows = tile_rows_for(config.token_tiles);
   config.chunk_k = chunk_bytes(problem.weight_bits, config.token_tiles) * 8 / problem.weight_bits / config.tile_rows;
   config.row_tiles = (problem.rows + config.tile_rows - 1) / config.tile_rows;

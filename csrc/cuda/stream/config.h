@@ -18,7 +18,7 @@
 namespace eaglex::stream {
 
 inline constexpr int kMaxTokens = 64;
-inline constexpr int kMaxWideTokens = 192;  // of a launch that multiplies with wgmma alone (wgmma.cuh)
+inline constexpr int kMaxWideTokens = 128;  // of a launch that multiplies with wgmma alone (wgmma.cuh)
 inline constexpr int kMaxSegments =
     8;  // parts of K with a norm of their own: embedding | hidden, or the auxiliary layers
 inline constexpr int kMaxStages = 16;
@@ -138,7 +138,7 @@ struct GemmProblem {
 };
 
 struct GemmConfig {
-  int token_tiles = 0;  // n8 tiles: 1, 2, 4 or 8; 16 or 24 where one block has its SM for itself
+  int token_tiles = 0;  // n8 tiles: 1, 2, 4 or 8; 16 where one block has its SM for itself
   int tile_rows = 0;    // 64 or 128
   int chunk_k = 0;      // k values of a chunk
   int row_tiles = 0;

@@ -1,4 +1,4 @@
-// y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens (to 192 by wgmma.cuh); what x is and what becomes of
+// y[tokens, N] = x Wᵀ at the speed of reading W, for 1 to 64 tokens (to 128 by wgmma.cuh); what x is and what becomes of
 // y is the step's.
 //
 // Callers: the launch_* functions. Bytes: N·K of weights once; x once per block and tile, from L2.
@@ -248,7 +248,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   constexpr bool kGammaStreams = Step::kNormed && !Weights::kKeepsX;
   extern __shared__ __align__(1024) std::byte shared[];
   if (shape.release == Release::kAtOnce) release_dependents();
-  if (is_idle(shape.needed)) {
+  if (is_idle(shape.needed) || is_behind(shape.num_live, shape.first_live)) {
     wait_for_producers();
     return;
   }

@@ -94,9 +94,7 @@ void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmCon
       return launch_tiled<Weights, 8, Step>(plan, problem, config, shape, params, stream);
     default:
       if constexpr (Step::kWideRows && Weights::kBits == 16) {
-        if (config.token_tiles == 16)
-          return launch_tiled<Weights, 16, Step>(plan, problem, config, shape, params, stream);
-        return launch_tiled<Weights, 24, Step>(plan, problem, config, shape, params, stream);
+        return launch_tiled<Weights, 16, Step>(plan, problem, config, shape, params, stream);
       }
       fail(ErrorCode::kConfig, "tokens: expected at most ", kMaxTokens, ", got ", problem.tokens);
   }
@@ -137,6 +135,8 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.needed = plan.needed;
   shape.never_wait = plan.never_wait;
   shape.failed = plan.failed;
+  shape.num_live = plan.first_row > 0 ? plan.live.count : nullptr;
+  shape.first_live = plan.first_row;
   switch (tiles.precision) {
     case Precision::kBf16:
       launch_as<Bf16Weights, Step>(plan, covered, config, shape, params, stream);
