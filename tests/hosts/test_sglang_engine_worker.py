@@ -114,6 +114,12 @@ def test_memory_is_released_when_no_draft_runs(host: Host) -> None:
     whole_prompts(host)
     host.symbols["SchedulerWeightUpdaterManager"]().release_memory_occupation(None)
     assert LOG.index("event on draft") < LOG.index("cpu waits for draft") < LOG.index("release")
+    host.worker.clear_cache_pool()  # as the host flushes its cache when K and V are gone
+    for request in host.running:
+        request.expected = fake_none()
+    host.decode([])  # without a draft
+    host.decode([])  # and with one again
+    assert host.drafted > 0
 
 
 @pytest.mark.parametrize("update", UPDATES)
