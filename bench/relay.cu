@@ -182,7 +182,7 @@ int rank0(int requests, int most_us, Shared& shared) {
   const Terms terms = terms_of_all();
   Group group = Group::create(terms, kIdentity);
   // What a sanitizer slows down is not late.
-  DeviceRelayClient client(group, {std::chrono::seconds(20), std::chrono::seconds(1)}, 0);
+  DeviceRelayClient client(group, {std::chrono::seconds(20), std::chrono::seconds(1)}, RelayHost{});
   std::snprintf(shared.address, sizeof shared.address, "%s", group.address().c_str());
   std::snprintf(shared.offer, sizeof shared.offer, "%s", client.offer().c_str());
   shared.open = 1;
@@ -265,7 +265,7 @@ int drafter(int most_us, Shared& shared) {
   check_cuda(cudaSetDevice(own), "device");
   const Terms terms = terms_of_all();
   Group group = Group::join(shared.address, terms, kIdentity, terms.num_ranks);
-  DeviceRelayServer server(group, own, shared.offer);
+  DeviceRelayServer server(group, {own, nullptr}, shared.offer);
   const DraftResults results = results_of(terms);
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");

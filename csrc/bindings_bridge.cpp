@@ -77,8 +77,9 @@ BatchTensors batch_of(const RowsView& rows, Device device) {
   batch.draft_from = rows.draft_from;
   batch.req_pool_indices = rows.req_pool_indices;
   batch.seq_lens = rows.seq_lens;
+  batch.out_cache_loc = rows.out_cache_loc;
   for (TensorView* const view : {&batch.aux_hidden_states, &batch.input_ids, &batch.row_start, &batch.num_valid,
-                                 &batch.draft_from, &batch.req_pool_indices, &batch.seq_lens})
+                                 &batch.draft_from, &batch.req_pool_indices, &batch.seq_lens, &batch.out_cache_loc})
     view->device = device;
   return batch;
 }
@@ -88,6 +89,20 @@ std::map<std::string, std::int64_t> counters_of(const DrafterLink& link) {
   for (int i = 0; i < kNumFaults; ++i)
     found[name_of(static_cast<Fault>(i))] = link.faults()[static_cast<std::size_t>(i)];
   return found;
+}
+
+enum class Where : std::uint8_t { kHost, kDevice };
+
+// A table of req_to_token as pooled terms have it, in host memory or where a relay's end has it.
+TensorView borrowed_table(py::handle table, const Terms& terms, Where where = Where::kHost) {
+  TensorView found = borrow(table, "req_to_token");
+  found.expect("req_to_token", where == Where::kHost ? Device{} : found.device, {DType::kI32},
+               {terms.num_slots, terms.table_width});
+  return found;
+}
+
+std::int32_t* table_of(const py::object& table, const Terms& terms, Where where = Where::kHost) {
+  return table.is_none() ? nullptr : borrowed_table(table, terms, where).as<std::int32_t>();
 }
 
 // Rank 0's client with what its batches are checked against.
@@ -118,7 +133,8 @@ void bind_terms(py::module_& m) {
   py::class_<Terms>(m, "BridgeTerms").def(py::init<>())
       EAGLEX_FIELD(Terms, version) EAGLEX_FIELD(Terms, num_ranks) EAGLEX_FIELD(Terms, max_lanes)
       EAGLEX_FIELD(Terms, num_draft_tokens) EAGLEX_FIELD(Terms, num_steps) EAGLEX_FIELD(Terms, num_slots)
-      EAGLEX_FIELD(Terms, vocab_size) EAGLEX_FIELD(Terms, aux_width) EAGLEX_FIELD(Terms, max_rows);
+      EAGLEX_FIELD(Terms, vocab_size) EAGLEX_FIELD(Terms, aux_width) EAGLEX_FIELD(Terms, max_rows)
+      EAGLEX_FIELD(Terms, num_kv_slots) EAGLEX_FIELD(Terms, table_width);
 #undef EAGLEX_FIELD
 #define EAGLEX_TENSOR(name)                                                              \
   .def_property(                                                                         \
@@ -249,19 +265,22 @@ void bind_drafter(py::module_& m) {
   py::class_<Client> client(m, "DrafterClient");
   client
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
-                       const EngineLimits& limits, double deadline, double rejoin_after) {
-             return Client{
-                 config, speculation, limits,
-                 std::make_unique<DrafterClient>(group, LinkTiming{seconds(deadline), seconds(rejoin_after)})};
+                       const EngineLimits& limits, double deadline, double rejoin_after, const py::object& table) {
+             return Client{config, speculation, limits,
+                           std::make_unique<DrafterClient>(group, LinkTiming{seconds(deadline), seconds(rejoin_after)},
+                                                           table_of(table, group.terms()))};
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
-           py::arg("deadline"), py::arg("rejoin_after"), py::keep_alive<1, 2>())
+           py::arg("deadline"), py::arg("rejoin_after"), py::arg("req_to_token") = py::none(), py::keep_alive<1, 2>())
       .def(
           "draft",
-          [](Client& self, const BatchTensors& batch, const FollowerTensors& results) {
-            return self.client->draft(self.check(batch, {}), results.results()) == Verdict::kDraft;
+          [](Client& self, const BatchTensors& batch, const FollowerTensors& results,
+             const std::vector<std::uint8_t>& begins, const std::vector<std::int32_t>& table_lens) {
+            const PooledLanes pooled = {begins, table_lens};
+            return self.client->draft(self.check(batch, {}), results.results(), pooled) == Verdict::kDraft;
           },
-          py::arg("batch"), py::arg("results"), py::call_guard<py::gil_scoped_release>());
+          py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("begins") = std::vector<std::uint8_t>{},
+          py::arg("table_lens") = std::vector<std::int32_t>{}, py::call_guard<py::gil_scoped_release>());
   bind_link(client);
   py::class_<DrafterServer>(m, "DrafterServer")
       .def(py::init<Group&>(), py::arg("group"), py::keep_alive<1, 2>())
@@ -294,10 +313,22 @@ void bind_drafter(py::module_& m) {
             put("draft_from", rows->draft_from);
             put("req_pool_indices", rows->req_pool_indices);
             put("seq_lens", rows->seq_lens);
+            if (rows->out_cache_loc) {
+              put("out_cache_loc", rows->out_cache_loc);
+              put("table_lens", rows->table_lens);
+              put("table", rows->table);
+            }
             return found;
           },
           py::arg("wait"),
           "As next, for an engine on another device: by name address, type and shape, in shared memory.")
+      .def_property_readonly("anew", &DrafterServer::anew)
+      .def(
+          "write_table",
+          [](const DrafterServer& self, py::handle table) {
+            self.write_table(borrowed_table(table, self.terms()).as<std::int32_t>());
+          },
+          py::arg("table"))
       .def(
           "reply",
           [](DrafterServer& self, const FollowerTensors& results, bool draft) {
@@ -310,28 +341,38 @@ void bind_relay(py::module_& m) {
   py::class_<Relay> client(m, "RelayClient");
   client
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
-                       const EngineLimits& limits, double deadline, double rejoin_after, int device) {
+                       const EngineLimits& limits, double deadline, double rejoin_after, int device,
+                       const py::object& table) {
+             const RelayHost host = {device, table_of(table, group.terms(), Where::kDevice)};
              return Relay{config, speculation, limits,
-                          make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, device)};
+                          make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, host)};
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
-           py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::keep_alive<1, 2>())
+           py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::arg("req_to_token") = py::none(),
+           py::keep_alive<1, 2>())
       .def("joined", [](Relay& self) { return self.client->joined(); })
       .def("offer", [](const Relay& self) { return self.client->offer(); })
       .def(
           "draft",
           [](Relay& self, const BatchTensors& batch, const FollowerTensors& results, const Ids& slots,
-             const Ids& seq_lens, const Ids& new_lens, std::uintptr_t stream) {
+             const Ids& seq_lens, const Ids& new_lens, const std::vector<std::uint8_t>& begins,
+             const std::vector<std::uint8_t>& rewritten, std::uintptr_t stream) {
             const DraftBatch block = self.check(batch, results.num_nodes.device);
-            const KnownLanes lanes = {slots, seq_lens, new_lens};
+            const KnownLanes lanes = {slots, seq_lens, new_lens, begins, rewritten};
             return self.client->draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
           },
           py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("seq_lens"),
-          py::arg("new_lens"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+          py::arg("new_lens"), py::arg("begins") = std::vector<std::uint8_t>{},
+          py::arg("rewritten") = std::vector<std::uint8_t>{}, py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>());
   bind_link(client);
   py::class_<RelayServer>(m, "RelayServer")
-      .def(py::init(&make_relay_server), py::arg("group"), py::kw_only(), py::arg("device"), py::arg("offer"),
+      .def(py::init([](Group& group, int device, const std::string& offer, const py::object& table) {
+             return make_relay_server(group, {device, table_of(table, group.terms(), Where::kDevice)}, offer);
+           }),
+           py::arg("group"), py::kw_only(), py::arg("device"), py::arg("offer"), py::arg("req_to_token") = py::none(),
            py::keep_alive<1, 2>())
+      .def_property_readonly("anew", &RelayServer::anew)
       .def(
           "next",
           [](RelayServer& self, double wait, const FollowerTensors& results,

@@ -166,6 +166,17 @@ class LinkOptions:
         _check_seconds(self, "drafter ")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostPool:
+    """Of a host in whose KV slots a dedicated drafter has its K and V: their number, and positions per request slot.
+
+    Where there is none, its K and V lie by request slot and position, and the host's table does not travel.
+    """
+
+    num_kv_slots: int = 0
+    table_width: int = 0
+
+
 class Bridge:
     """This rank's end. `results` are this rank's own: sent from on rank 0, filled on the others.
 
@@ -174,8 +185,8 @@ class Bridge:
     captured, and a failure shows in a later call or in `check`. What a call was given is kept alive until it has run,
     or, where a stream was being captured, as long as the bridge.
 
-    Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter. Raises BridgeError where
-    they do not fit each other.
+    Made by all ranks together; `aux_width` A·Ht above 0 makes room for a dedicated drafter, whose K and V lie in the KV
+    slots of `pool` where that is given. Raises BridgeError where they do not fit each other.
     """
 
     def __init__(
@@ -188,6 +199,7 @@ class Bridge:
         results: DraftResults,
         deadline: float,
         aux_width: int = 0,
+        pool: HostPool | None = None,
         transport: str | None = None,
     ) -> None:
         binary = _extension()
@@ -210,6 +222,7 @@ class Bridge:
             "vocab_size": vocab_size,
             "aux_width": aux_width,
             "max_rows": limits.max_rows if aux_width else 0,
+            **dataclasses.asdict(pool or HostPool()),
         }
         ends = choose(members, binary, terms, device=self.device, wanted=transport, deadline=deadline)
         self._group, self._bridge, self._binary = ends.group, ends.bridge, binary

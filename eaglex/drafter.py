@@ -16,11 +16,15 @@ import torch
 
 from eaglex import checkpoint
 from eaglex.aux_layers import AuxConvention
-from eaglex.bridge import Invitation
-from eaglex.bridge_dedicated import join_as_drafter
-from eaglex.config import SpeculationConfig
+from eaglex.bridge import HostPool, Invitation
+from eaglex.bridge_dedicated import DrafterPool, join_as_drafter
+from eaglex.config import DraftConfig, EngineLimits, SpeculationConfig
+from eaglex.engine import DraftEngine
 from eaglex.errors import BridgeError, EaglexError
-from eaglex.hosts.draft_slots import DraftSlots
+from eaglex.hosts.draft_slots import DraftSlots, to_device
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
+from eaglex.weights import DraftWeights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,20 @@ class Job:
     max_batch: int
     max_rows: int
     max_length: int
+    revision: str | None = None
+    draft_quant: str | None = None  # as of --draft-quant
+    stop_below: float = 0.0
+    num_slots: int = 0  # of a host's pool, on the invitation's terms; 0: max_batch and the padding's
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """The draft's shape."""
+        return SpeculationConfig(
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=self.num_draft_tokens,
+            stop_below=self.stop_below,
+        )
 
     def to_json(self) -> str:
         """One line, for the command line."""
@@ -54,29 +72,48 @@ class Job:
 
 def serve(job: Job) -> None:
     """Draft until rank 0 is gone. Raises EaglexError."""
+    shared = HostPool(**{name: job.invitation.terms[name] for name in ("num_kv_slots", "table_width")})
     loaded = checkpoint.load(
         job.draft,
         target=job.target,
         aux_layer_ids=job.aux_layer_ids,
         convention=AuxConvention(job.convention) if job.convention else None,
+        max_positions=job.max_length if shared.num_kv_slots else None,
         dtype=getattr(torch, job.dtype),
+        revision=job.revision,
     )
-    slots = DraftSlots(
-        loaded.config,
-        loaded.weights,
-        speculation=SpeculationConfig(
-            num_steps=job.num_steps, topk=job.topk, num_draft_tokens=job.num_draft_tokens
-        ),
-        max_batch=job.max_batch,
-        max_length=job.max_length,
-        max_rows=job.max_rows,
-        device=torch.device(job.device),
-    )
-    slots.warm_up()
-    server = join_as_drafter(job.invitation, slots.engine)
+    weights = loaded.weights
+    if job.draft_quant is not None:
+        weights = quantize(weights, DraftQuant.parse(job.draft_quant))
+    if shared.num_kv_slots:
+        engine, pool = _in_a_hosts_pool(job, loaded.config, weights, shared)
+    else:
+        slots = DraftSlots(
+            loaded.config,
+            weights,
+            speculation=job.speculation,
+            max_batch=job.max_batch,
+            max_length=job.max_length,
+            max_rows=job.max_rows,
+            device=torch.device(job.device),
+        )
+        engine, pool = slots.engine, None
+    engine.warm_up()
+    server = join_as_drafter(job.invitation, engine, pool)
     with contextlib.suppress(BridgeError):  # rank 0 has ended
         while True:
             server.serve(1.0)
+
+
+def _in_a_hosts_pool(
+    job: Job, config: DraftConfig, weights: DraftWeights, shape: HostPool
+) -> tuple[DraftEngine, DrafterPool]:
+    """An engine whose K and V lie in a host's KV slots, and its pool."""
+    device = torch.device(job.device)
+    weights = to_device(weights, device)
+    pool = DrafterPool.allocate(config, shape, num_slots=job.num_slots, dtype=getattr(torch, job.dtype), device=device)
+    limits = EngineLimits(max_batch=job.max_batch, max_rows=job.max_rows, num_slots=job.num_slots)
+    return DraftEngine(config, job.speculation, limits=limits, weights=weights, **vars(pool)), pool
 
 
 def main(arguments: list[str]) -> int:

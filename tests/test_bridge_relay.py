@@ -19,3 +19,9 @@ def module():
 @pytest.mark.parametrize("case", relay_faults.CASES, ids=relay_faults.CASES.keys())
 def test_ranks_agree_whatever_becomes_of_the_drafter(case, tmp_path, module):
     relay_faults.check(case, tmp_path, device="emulated", emulated=module, most_lanes=FEW)
+
+
+@pytest.mark.parametrize("case", ["well", "killed-drafting", "late", "failing"])
+def test_a_drafter_in_the_hosts_kv_slots(case, tmp_path, module):
+    """It forgets its table before each request: rows of the host's, and the rows' own KV slots, are all it has."""
+    relay_faults.check(case, tmp_path, device="emulated", emulated=module, most_lanes=FEW, pooled=True)

@@ -49,15 +49,24 @@ class Bridge {
 // Both ends over shared memory, results in host memory. `deadline` bounds every wait for another rank.
 [[nodiscard]] std::unique_ptr<Bridge> make_shm_bridge(Group& group, Clock::duration deadline);
 
+// Of a batch, what its host knows in front of a drafter with pooled terms. An empty one is not of pooled terms.
+struct PooledLanes {
+  std::vector<std::uint8_t> begins;      // [B]: 1 for a prompt's rows: what the request had before is in table_lens
+  std::vector<std::int32_t> table_lens;  // [B]: entries of the request's table row that are new to the drafter
+};
+
 // Rank 0's way to a dedicated drafter. Nothing that the drafter does throws here.
 class DrafterClient {
  public:
-  DrafterClient(Group& group, LinkTiming timing);
+  // `req_to_token` [num_slots, table_width] is the host's, with pooled terms.
+  DrafterClient(Group& group, LinkTiming timing, const std::int32_t* req_to_token = nullptr);
 
   // One cycle: rows out, drafts into `results` (host memory, by request slot), none for lanes that were not asked about.
   // kNoDraft where nothing came back in time,
   // or nothing was worth asking.
-  Verdict draft(const DraftBatch& batch, const DraftResults& results);
+  // With pooled terms a request is asked about from a prompt of its own on, for as long as it is in every cycle: its length
+  // may be anything. Throws ErrorCode::kShape where `pooled` does not fit the batch.
+  Verdict draft(const DraftBatch& batch, const DraftResults& results, const PooledLanes& pooled = {});
   [[nodiscard]] DrafterLink& link() { return link_; }
 
  private:
@@ -68,6 +77,7 @@ class DrafterClient {
 
   Group& group_;
   DrafterLink link_;
+  const std::int32_t* req_to_token_;
   std::uint64_t epoch_ = 0;
 };
 
@@ -79,6 +89,12 @@ class DrafterServer {
   // The next request's rows, in shared memory until reply(); nothing if none came by the deadline. Throws
   // ErrorCode::kBridge once rank 0 is gone.
   [[nodiscard]] std::optional<RowsView> next(Clock::duration wait);
+  // With pooled terms, in front of the engine's cycle: its table [num_slots, table_width], in host memory, as this request
+  // has it.
+  [[nodiscard]] const Terms& terms() const { return group_.terms(); }
+  // Of the request that came last: whether all K and V that the drafter has are void.
+  [[nodiscard]] bool anew() const { return rows_.anew; }
+  void write_table(std::int32_t* table) const { bridge::write_table(rows_, group_.terms(), table); }
   // The drafts of the request's lanes, or that the engine failed.
   void reply(const DraftResults& results, Verdict verdict);
 

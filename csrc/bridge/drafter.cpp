@@ -4,7 +4,8 @@
 #include "bridge/bridge.h"
 
 namespace eaglex::bridge {
-DrafterClient::DrafterClient(Group& group, LinkTiming timing) : group_(group), link_(group.terms(), timing) {
+DrafterClient::DrafterClient(Group& group, LinkTiming timing, const std::int32_t* req_to_token)
+    : group_(group), link_(group.terms(), timing), req_to_token_(req_to_token) {
   expect(group.terms().dedicated(), ErrorCode::kBridge, "placement", "dedicated", "rank0");
 }
 
@@ -31,7 +32,14 @@ void DrafterClient::drain(Time now) {
   }
 }
 
-Verdict DrafterClient::draft(const DraftBatch& batch, const DraftResults& results) {
+Verdict DrafterClient::draft(const DraftBatch& batch, const DraftResults& results, const PooledLanes& pooled) {
+  const Terms& terms = group_.terms();
+  const TableRows table = {req_to_token_, pooled.table_lens};
+  check_table(batch, terms, table);
+  if (terms.pooled()) {
+    expect(static_cast<std::int32_t>(pooled.begins.size()) == batch.batch, ErrorCode::kShape, "begins",
+           concat(batch.batch, " flags"), pooled.begins.size());
+  }
   Time now = Clock::now();
   look(now);
   drain(now);
@@ -40,10 +48,13 @@ Verdict DrafterClient::draft(const DraftBatch& batch, const DraftResults& result
   std::vector<std::int64_t> slots, new_lens;
   for (int lane = 0; lane < batch.batch; ++lane) {
     const std::int64_t slot = batch.req_pool_indices[lane];
-    expect_range("req_pool_indices", slot, 0, group_.terms().num_slots - 1);
+    expect_range("req_pool_indices", slot, 0, terms.num_slots - 1);
     results.num_nodes[slot] = 0;
     results.drafted_for[slot] = -1;
-    if (link_.covers(slot, batch.seq_lens[lane])) {
+    const bool asks = terms.pooled()
+                          ? slot > 0 && (pooled.begins[static_cast<std::size_t>(lane)] != 0 || link_.covers(slot))
+                          : link_.covers(slot, batch.seq_lens[lane]);
+    if (asks) {
       wanted.push_back(lane);
       slots.push_back(slot);
       new_lens.push_back(batch.seq_lens[lane] + batch.num_valid[lane]);
@@ -57,7 +68,7 @@ Verdict DrafterClient::draft(const DraftBatch& batch, const DraftResults& result
     link_.expired(now);
     return Verdict::kNoDraft;
   }
-  const std::size_t bytes = pack_rows(batch, group_.terms(), epoch_, wanted, out);
+  const std::size_t bytes = pack_rows(batch, terms, {epoch_, link_.anew(), wanted, table}, out);
   group_.rows().publish(bytes);
   link_.asked(epoch_, now);
   for (std::size_t i = 0; i < slots.size(); ++i) link_.cover(slots[i], new_lens[i]);

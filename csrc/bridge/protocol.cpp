@@ -79,6 +79,7 @@ void DrafterLink::left(Time now) {
 bool DrafterLink::ready(Time now) {
   if (state_ == State::kResting && !overdue_ && now >= rejoin_at_) {
     state_ = State::kReady;
+    anew_ = true;
     returns_ += fallen_before_ ? 1 : 0;
   }
   return state_ == State::kReady;
@@ -87,6 +88,11 @@ bool DrafterLink::ready(Time now) {
 bool DrafterLink::covers(std::int64_t slot, std::int64_t seq_len) const {
   if (slot <= 0 || slot >= static_cast<std::int64_t>(covered_.size())) return false;
   return seq_len == 0 || covered_[static_cast<std::size_t>(slot)] == seq_len;
+}
+
+bool DrafterLink::covers(std::int64_t slot) const {
+  if (slot <= 0 || slot >= static_cast<std::int64_t>(covered_.size())) return false;
+  return covered_[static_cast<std::size_t>(slot)] >= 0;
 }
 
 void DrafterLink::cover(std::int64_t slot, std::int64_t new_len) {
@@ -99,6 +105,7 @@ void DrafterLink::forget(std::int64_t slot) {
 
 void DrafterLink::asked(std::uint64_t epoch, Time now) {
   state_ = State::kDrafting;
+  anew_ = false;
   epoch_ = epoch;
   asked_at_ = now;
 }

@@ -68,9 +68,15 @@ class DrafterLink {
   // Whether the drafter has the K and V of this request's first `seq_len` tokens: it was asked about all of them since
   // it joined or fell.
   [[nodiscard]] bool covers(std::int64_t slot, std::int64_t seq_len) const;
+  // The same of a request whose length a host does not know when it launches: whether it took part in every cycle since
+  // it began.
+  [[nodiscard]] bool covers(std::int64_t slot) const;
   void cover(std::int64_t slot, std::int64_t new_len);
   void forget(std::int64_t slot);
 
+  // Whether the next request is the first since the drafter joined or fell: what it has of earlier ones is void, since rows
+  // were missed.
+  [[nodiscard]] bool anew() const { return anew_; }
   // A request has gone out.
   void asked(std::uint64_t epoch, Time now);
   [[nodiscard]] Time deadline() const { return asked_at_ + timing_.deadline; }
@@ -101,6 +107,7 @@ class DrafterLink {
   std::uint64_t epoch_ = 0;  // of the request that is out
   bool overdue_ = false;     // resting: its reply is still to come
   bool fallen_before_ = false;
+  bool anew_ = true;
   Time asked_at_{};
   Time rejoin_at_ = Time::min();
   std::vector<std::int64_t> covered_;  // [num_slots]

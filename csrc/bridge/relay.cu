@@ -16,11 +16,18 @@ struct Announcement {
   std::uint64_t epoch;
   std::int32_t num_lanes, num_rows;
   std::uint8_t aux_type;  // DType
-  std::uint8_t padding[7];
+  std::uint8_t anew;
+  std::uint8_t padding[6];
 };
 
 std::size_t at_least(std::size_t bytes) {
   return (bytes + kExported - 1) / kExported * kExported;
+}
+
+RelayTable table_of(const Terms& terms, const RelayHost& end) {
+  if (!terms.pooled()) return {};
+  expect(end.req_to_token != nullptr, ErrorCode::kShape, "req_to_token", "a table on the device", "none");
+  return {end.req_to_token, terms.table_width, terms.num_slots};
 }
 
 template <typename T>
@@ -53,15 +60,25 @@ RowsBox rows_box(std::byte* memory, const Terms& terms) {
   box.row_start = reinterpret_cast<std::int32_t*>(take((lanes + 1) * 4));
   box.num_valid = reinterpret_cast<std::int32_t*>(take(lanes * 4));
   box.draft_from = reinterpret_cast<std::uint8_t*>(take(lanes));
+  if (terms.pooled()) {
+    box.out_cache_loc = reinterpret_cast<std::int32_t*>(take(static_cast<std::size_t>(terms.max_rows) * 4));
+    box.table_lens = reinterpret_cast<std::int32_t*>(take(lanes * 4));
+    box.table = reinterpret_cast<std::int32_t*>(take(lanes * static_cast<std::size_t>(terms.table_width) * 4));
+  }
   box.aux = take(0);
   return box;
 }
 
 // --------------------------------------------------------------------------------------------------------- rank 0
 
-DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, int device)
-    : group_(group), link_(group.terms(), timing), timing_(timing), device_(device) {
+DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, const RelayHost& host)
+    : group_(group),
+      link_(group.terms(), timing),
+      timing_(timing),
+      device_(host.device),
+      table_(table_of(group.terms(), host)) {
   const Terms& terms = group.terms();
+  const int device = device_;
   expect(terms.dedicated(), ErrorCode::kBridge, "placement", "dedicated", "rank0");
   expect_range("lanes to a dedicated drafter", terms.max_lanes, 1, kMaxRelayLanes);
   const OnDevice here(device);
@@ -184,12 +201,18 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
   drain(now);
   ++epoch_;
   const Terms& terms = group_.terms();
+  if (terms.pooled()) {
+    expect(static_cast<bool>(batch.out_cache_loc), ErrorCode::kShape, "out_cache_loc", "the rows' KV slots", "none");
+  }
   SendRows rows;
   bool any = false;
   for (int lane = 0; lane < batch.batch; ++lane) {
     const auto i = static_cast<std::size_t>(lane);
     expect_range("req_pool_indices", lanes.slots.at(i), 0, terms.num_slots - 1);
-    if (link_.covers(lanes.slots[i], lanes.seq_lens.at(i))) rows.wanted.add(lane), any = true;
+    const bool asks = terms.pooled() ? lanes.slots[i] > 0 && (lanes.begins.at(i) != 0 || link_.covers(lanes.slots[i]))
+                                     : link_.covers(lanes.slots[i], lanes.seq_lens.at(i));
+    if (asks) rows.wanted.add(lane), any = true;
+    if (asks && terms.pooled() && (lanes.begins[i] != 0 || lanes.rewritten.at(i) != 0)) rows.entries.add(lane);
     link_.forget(lanes.slots[i]);  // until these rows are on their way
   }
   if (!any || !link_.ready(now) || reached_ != group_.generation()) return Verdict::kNoDraft;
@@ -200,11 +223,17 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
     return Verdict::kNoDraft;
   }
   static_cast<volatile PushStatus*>(status_)->stop = 0;  // of a drafter that ended before this one came
-  const Announcement told = {epoch_, batch.batch, batch.num_rows, static_cast<std::uint8_t>(batch.aux_type), {}};
+  const Announcement told = {epoch_,
+                             batch.batch,
+                             batch.num_rows,
+                             static_cast<std::uint8_t>(batch.aux_type),
+                             link_.anew() ? std::uint8_t{1} : std::uint8_t{0},
+                             {}};
   std::memcpy(out.data(), &told, sizeof told);
   group_.rows().publish(sizeof told);
   const OnDevice here(device_);
   rows.batch = batch;
+  rows.table = table_;
   rows.results = results;
   rows.num_slots = terms.num_slots;
   rows.to = rows_box(static_cast<std::byte*>(box_.get()), terms);
@@ -222,15 +251,16 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
   link_.asked(epoch_, now);
   for (int lane = 0; lane < batch.batch; ++lane) {
     const auto i = static_cast<std::size_t>(lane);
-    if (rows.wanted.has(lane)) link_.cover(lanes.slots[i], lanes.new_lens.at(i));
+    if (rows.wanted.has(lane)) link_.cover(lanes.slots[i], terms.pooled() ? 0 : lanes.new_lens.at(i));
   }
   return Verdict::kDraft;
 }
 
 // -------------------------------------------------------------------------------------------------------- drafter
 
-DeviceRelayServer::DeviceRelayServer(Group& group, int device, const std::string& offer)
-    : group_(group), device_(device), generation_(group.generation()) {
+DeviceRelayServer::DeviceRelayServer(Group& group, const RelayHost& own, const std::string& offer)
+    : group_(group), device_(own.device), table_(table_of(group.terms(), own)), generation_(group.generation()) {
+  const int device = device_;
   expect(group.rank() == group.drafter(), ErrorCode::kBridge, "drafter rank", group.drafter(), group.rank());
   const Terms& terms = group.terms();
   const OnDevice here(device);
@@ -284,11 +314,13 @@ std::optional<RowsView> DeviceRelayServer::next(Clock::duration wait, Stream str
   const auto type = static_cast<DType>(told.aux_type);
   epoch_ = told.epoch;
   num_lanes_ = told.num_lanes;
+  anew_ = told.anew != 0;
   const OnDevice here(device_);
   const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(kRowsDeadline).count();
-  launch_take_rows({box_, num_lanes_, epoch_, static_cast<std::uint64_t>(ns), status_}, stream);
+  launch_take_rows({box_, table_, num_lanes_, epoch_, static_cast<std::uint64_t>(ns), status_}, stream);
   RowsView rows;
   rows.epoch = epoch_;
+  rows.anew = anew_;
   rows.aux_hidden_states = dense_view(box_.aux, type, told.num_rows, terms.aux_width);
   rows.input_ids = dense_view(box_.input_ids, DType::kI64, told.num_rows);
   rows.row_start = dense_view(box_.row_start, DType::kI32, num_lanes_ + 1);
@@ -296,6 +328,7 @@ std::optional<RowsView> DeviceRelayServer::next(Clock::duration wait, Stream str
   rows.draft_from = dense_view(box_.draft_from, DType::kU8, num_lanes_);
   rows.req_pool_indices = dense_view(box_.slots, DType::kI64, num_lanes_);
   rows.seq_lens = dense_view(box_.seq_lens, DType::kI64, num_lanes_);
+  if (terms.pooled()) rows.out_cache_loc = dense_view(box_.out_cache_loc, DType::kI32, told.num_rows);
   return rows;
 }
 

@@ -18,6 +18,10 @@ struct RowsBox {
   std::int32_t* row_start = nullptr;
   std::int32_t* num_valid = nullptr;
   std::uint8_t* draft_from = nullptr;
+  // With pooled terms; rows of the host's table [max_lanes, table_width], as far as table_lens says.
+  std::int32_t* out_cache_loc = nullptr;
+  std::int32_t* table_lens = nullptr;
+  std::int32_t* table = nullptr;
   std::byte* aux = nullptr;
 };
 [[nodiscard]] std::size_t rows_box_bytes(const Terms& terms);
@@ -40,8 +44,17 @@ struct RelayLanes {
   std::int32_t* num_valid = nullptr;
 };
 
+// A table [num_slots, width] of KV slots by position, on this device; width 0 where none travels.
+struct RelayTable {
+  std::int32_t* entries = nullptr;
+  std::int64_t width = 0;
+  int num_slots = 0;
+};
+
 struct SendRows {
   DraftBatch batch;
+  RelayTable table;      // the host's
+  LaneMask entries;      // lanes whose row of it travels, up to their length before these rows
   DraftResults results;  // emptied for the batch's slots
   int num_slots = 0;
   LaneMask wanted;
@@ -55,6 +68,7 @@ void launch_send_rows(const SendRows& rows, int width, Stream stream);
 // Waits until the request is there; else no lane has a slot, so that nothing is drafted.
 struct TakeRows {
   RowsBox from;
+  RelayTable table;  // the drafter's, which becomes what the host's is
   int num_lanes = 0;
   std::uint64_t epoch = 0;
   std::uint64_t deadline_ns = 0;
@@ -64,7 +78,7 @@ void launch_take_rows(const TakeRows& rows, Stream stream);
 
 class DeviceRelayClient final : public RelayClient {
  public:
-  DeviceRelayClient(Group& group, LinkTiming timing, int device);
+  DeviceRelayClient(Group& group, LinkTiming timing, const RelayHost& host);
   ~DeviceRelayClient() override;
 
   [[nodiscard]] std::string offer() const override;
@@ -82,6 +96,7 @@ class DeviceRelayClient final : public RelayClient {
   DrafterLink link_;
   LinkTiming timing_;
   int device_;
+  RelayTable table_;
   DeviceMemory inbox_, kept_memory_, state_, staging_;
   RelayLanes kept_;
   OpenedMemory box_;
@@ -95,16 +110,19 @@ class DeviceRelayClient final : public RelayClient {
 
 class DeviceRelayServer final : public RelayServer {
  public:
-  DeviceRelayServer(Group& group, int device, const std::string& offer);
+  DeviceRelayServer(Group& group, const RelayHost& own, const std::string& offer);
   ~DeviceRelayServer() override;
 
   [[nodiscard]] std::optional<RowsView> next(Clock::duration wait, Stream stream) override;
   void reply(const DraftResults& results, Verdict verdict, Stream stream) override;
   void done(Verdict verdict) override;
+  [[nodiscard]] bool anew() const override { return anew_; }
 
  private:
   Group& group_;
   int device_;
+  RelayTable table_;
+  bool anew_ = false;
   std::uint64_t generation_;
   DeviceMemory box_memory_, state_;
   OpenedMemory inbox_;

@@ -16,7 +16,17 @@ namespace eaglex::bridge {
 
 // Of a batch, what rank 0's host knows without asking the device.
 struct KnownLanes {
-  std::vector<std::int64_t> slots, seq_lens, new_lens;
+  std::vector<std::int64_t> slots;
+  std::vector<std::int64_t> seq_lens, new_lens;  // not with pooled terms, where a host need not know them yet
+  // With pooled terms: 1 for a prompt's rows, and 1 for a row of the host's table that it has rewritten. Either sends the
+  // row up to the request's length before these rows, which the device knows.
+  std::vector<std::uint8_t> begins, rewritten;
+};
+
+// An end's device and, with pooled terms, its table [num_slots, table_width] there: the host's, or the drafter's own.
+struct RelayHost {
+  int device = 0;
+  std::int32_t* req_to_token = nullptr;
 };
 
 // Rank 0's end. Nothing that the drafter does throws here.
@@ -53,10 +63,13 @@ class RelayServer {
   virtual void reply(const DraftResults& results, Verdict verdict, Stream stream) = 0;
   // To be called when the reply has left, or cannot: a late one is over.
   virtual void done(Verdict verdict) = 0;
+  // Of the request that came last: whether the K and V that the drafter has are void.
+  [[nodiscard]] virtual bool anew() const = 0;
 };
 
 // Throw ErrorCode::kDevice where this build has no CUDA. `offer` is the client's.
-[[nodiscard]] std::unique_ptr<RelayClient> make_relay_client(Group& group, LinkTiming timing, int device);
-[[nodiscard]] std::unique_ptr<RelayServer> make_relay_server(Group& group, int device, const std::string& offer);
+[[nodiscard]] std::unique_ptr<RelayClient> make_relay_client(Group& group, LinkTiming timing, const RelayHost& host);
+[[nodiscard]] std::unique_ptr<RelayServer> make_relay_server(Group& group, const RelayHost& own,
+                                                             const std::string& offer);
 
 }  // namespace eaglex::bridge

@@ -33,6 +33,46 @@ struct Widths {
   bool wide = false;                // all of it in steps of 16
 };
 
+// Rows of the host's table that travel, each up to its request's length before these rows, and all rows' KV slots.
+__device__ void send_table(const SendRows& rows) {
+  const DraftBatch& batch = rows.batch;
+  const std::int64_t width = rows.table.width;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = first; i < batch.num_rows; i += step) {
+    rows.to.out_cache_loc[i] = static_cast<std::int32_t>(batch.out_cache_loc[i]);
+  }
+  for (int lane = 0; lane < batch.batch; ++lane) {
+    const std::int64_t slot = batch.req_pool_indices[lane];
+    const std::int64_t length = batch.seq_lens[lane];
+    const bool travels = rows.entries.has(lane) && slot > 0 && slot < rows.table.num_slots && length > 0;
+    const std::int64_t count = travels ? (length < width ? length : width) : 0;
+    if (first == 0) rows.to.table_lens[lane] = static_cast<std::int32_t>(count);
+    for (std::int64_t i = first; i < count; i += step) {
+      rows.to.table[lane * width + i] = rows.table.entries[slot * width + i];
+    }
+  }
+}
+
+// As write_table of rows.cpp.
+__device__ void take_table(const TakeRows& rows) {
+  const std::int64_t width = rows.table.width;
+  for (int lane = 0; lane < rows.num_lanes; ++lane) {
+    const std::int64_t slot = rows.from.slots[lane];
+    if (slot <= 0 || slot >= rows.table.num_slots) continue;
+    std::int32_t* const row = rows.table.entries + slot * width;
+    const std::int64_t length = rows.from.seq_lens[lane];
+    const std::int32_t entries = rows.from.table_lens[lane];
+    for (int i = thread(); i < entries; i += threads()) row[i] = rows.from.table[lane * width + i];
+    const std::int32_t begin = rows.from.row_start[lane];
+    const std::int32_t there = rows.from.row_start[lane + 1] - begin;
+    const std::int32_t count = rows.from.num_valid[lane] < there ? rows.from.num_valid[lane] : there;
+    for (std::int32_t i = thread(); length >= 0 && i < count && length < width - i; i += threads()) {
+      row[length + i] = rows.from.out_cache_loc[begin + i];
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kCopyThreads) send_rows_kernel(const __grid_constant__ SendRows rows, Widths widths) {
   wait_for_producers();
   const DraftBatch& batch = rows.batch;
@@ -41,6 +81,7 @@ __global__ void __launch_bounds__(kCopyThreads) send_rows_kernel(const __grid_co
   } else {
     copy_rows<std::uint16_t>(batch, widths.row, widths.stride, rows.to.aux);
   }
+  if (rows.table.width > 0) send_table(rows);
   if (blockIdx.x == 0) {
     for (int i = thread(); i < batch.num_rows; i += threads()) rows.to.input_ids[i] = batch.input_ids[i];
     for (int lane = thread(); lane <= batch.batch; lane += threads()) rows.to.row_start[lane] = batch.row_start[lane];
@@ -78,7 +119,10 @@ __global__ void take_rows_kernel(const __grid_constant__ TakeRows rows) {
     __threadfence_system();  // the rows were written before the epoch was
   }
   __syncthreads();
-  if (there != 0) return;
+  if (there != 0) {
+    if (rows.table.width > 0) take_table(rows);
+    return;
+  }
   for (int lane = thread(); lane < rows.num_lanes; lane += threads()) {
     rows.from.slots[lane] = 0;
     rows.from.draft_from[lane] = 0;

@@ -37,17 +37,17 @@ std::unique_ptr<Bridge> make_bridge(Group& group, const BridgeSetup& setup) {
 }
 
 #ifdef EAGLEX_WITH_CUDA
-std::unique_ptr<RelayClient> make_relay_client(Group& group, LinkTiming timing, int device) {
-  return std::make_unique<DeviceRelayClient>(group, timing, device);
+std::unique_ptr<RelayClient> make_relay_client(Group& group, LinkTiming timing, const RelayHost& host) {
+  return std::make_unique<DeviceRelayClient>(group, timing, host);
 }
-std::unique_ptr<RelayServer> make_relay_server(Group& group, int device, const std::string& offer) {
-  return std::make_unique<DeviceRelayServer>(group, device, offer);
+std::unique_ptr<RelayServer> make_relay_server(Group& group, const RelayHost& own, const std::string& offer) {
+  return std::make_unique<DeviceRelayServer>(group, own, offer);
 }
 #else
-std::unique_ptr<RelayClient> make_relay_client(Group&, LinkTiming, int) {
+std::unique_ptr<RelayClient> make_relay_client(Group&, LinkTiming, const RelayHost&) {
   fail(ErrorCode::kDevice, "a drafter on a GPU: expected a build with CUDA, got one without");
 }
-std::unique_ptr<RelayServer> make_relay_server(Group&, int, const std::string&) {
+std::unique_ptr<RelayServer> make_relay_server(Group&, const RelayHost&, const std::string&) {
   fail(ErrorCode::kDevice, "a drafter on a GPU: expected a build with CUDA, got one without");
 }
 #endif

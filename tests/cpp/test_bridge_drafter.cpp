@@ -267,7 +267,7 @@ TEST_CASE("made for something else") {
   std::string expected;
   SUBCASE("another version") {
     other.version = 9;
-    expected = "protocol version: expected 2 as in the group, got 9";
+    expected = "protocol version: expected 3 as in the group, got 9";
   }
   SUBCASE("another target") {
     other.aux_width = 6;
@@ -327,12 +327,12 @@ TEST_CASE("rows that are not of the terms are refused") {
   std::vector<std::byte> message(max_rows_bytes(terms()));
   const Batch batch(1, 4, 3, 2);
   const std::vector<int> lanes = {0};
-  const std::size_t bytes = pack_rows(batch.view(), terms(), 9, lanes, message);
+  const std::size_t bytes = pack_rows(batch.view(), terms(), {9, false, lanes, {}}, message);
   const auto told = [&](std::size_t size, const Terms& own) {
     return message_of([&] { (void)read_rows({message.data(), size}, own); });
   };
   CHECK(rows_are_right(read_rows({message.data(), bytes}, terms())));
-  CHECK(told(4, terms()) == "rows bytes: expected at least 24, got 4");
+  CHECK(told(4, terms()) == "rows bytes: expected at least 32, got 4");
   CHECK(told(bytes - 1, terms()).find("rows bytes: expected ") == 0);
   Terms other = terms();
   other.aux_width = 4;

@@ -159,7 +159,7 @@ TEST_CASE("terms that differ are told by name") {
   other.vocab_size = 101;
   CHECK(difference(terms(), other) == "vocab_size: expected 100 as in the group, got 101");
   other.version = 9;
-  CHECK(difference(terms(), other) == "protocol version: expected 2 as in the group, got 9");
+  CHECK(difference(terms(), other) == "protocol version: expected 3 as in the group, got 9");
 }
 
 TEST_CASE("terms that cannot be are refused") {

@@ -102,6 +102,33 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
   require(refused, "k = 100 is refused by name");
 }
 
+TEST_CASE("configure: FP8 and INT4 by wgmma, up to 64 tokens") {
+  for (const NamedDevice& device : kDevices) {
+    if (device.limits.compute_capability != 90) continue;
+    for (const int bits : {8, 4}) {
+      for (const int tokens : {17, 32, 33, 64}) {
+        for (const int segments : {1, 2}) {
+          GemmProblem problem{32000, 4096, segments, tokens, true, bits, 24, 1088};
+          problem.wgmma = true;
+          const GemmConfig config = configure(problem, device.limits);
+          const std::string what = concat(bits, " bits, ", tokens, " tokens, ", segments, " segments");
+          const SharedLayout at = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
+          const int panels = config.chunk_k / kPanelK;
+          require(config.tile_rows == 128 && config.chunk_k == panels * kPanelK && panels <= 2, what + ": panels");
+          require(panels == (bits == 8 && tokens > 32 ? 1 : 2), what + ": how many");
+          require(config.in_slot && config.stages >= 3 && at.total <= config.shared_bytes, what + ": fits its slot");
+          require(at.x % 1024 == 0 && at.x >= config.stages * stage_bytes(bits, config.token_tiles) &&
+                      at.gamma - at.x == config.stages * panels * config.token_tiles * 8 * 128,
+                  what + ": rows of 128 bytes, swizzled by eights");
+        }
+      }
+      GemmProblem more{4096, 4096, 1, 65, true, bits};
+      more.wgmma = true;
+      require(!streamable(more), concat(bits, " bits: 65 tokens"));
+    }
+  }
+}
+
 TEST_CASE("configure: more than 64 tokens have an SM for one block, and need wgmma") {
   for (const NamedDevice& device : kDevices) {
     if (device.limits.compute_capability != 90) continue;
@@ -174,6 +201,71 @@ std::uint32_t scaled_bf16(std::uint32_t byte) {
   return sign << 15 | exponent << 7 | mantissa << 4;
 }
 
+TEST_CASE("low_bit_unit: each unit once, and no bank twice for either way of reading") {
+  std::vector<int> units;
+  for (int lane = 0; lane < 32; ++lane) {
+    units.push_back(low_bit_unit(lane));
+    require(units.back() / 8 == lane / 8, "a quarter's 16-byte units are 128 bytes in a row");
+  }
+  std::sort(units.begin(), units.end());
+  for (int i = 0; i < 32; ++i) require(units[static_cast<std::size_t>(i)] == i, "each unit once");
+  for (int q = 0; q < 4; ++q) {
+    std::vector<int> places;
+    for (int g = 0; g < 8; ++g) places.push_back(low_bit_unit(g * 4 + q) % 8);
+    std::sort(places.begin(), places.end());
+    for (int i = 0; i < 8; ++i) require(places[static_cast<std::size_t>(i)] == i, "eight rows of a matrix, all banks");
+  }
+}
+
+// A strip's numbers in an operand's registers by wgmma_bits.cuh's way: ldmatrix over units, words, then pairs. m64n64k16's
+// lane (g, q) needs, in register 2·(octet of two) + row half, the k 2q and 2q + 1 of its octet.
+TEST_CASE("words: ldmatrix gives each lane of wgmma its own numbers of a panel") {
+  const auto number = [](int row, int k) { return static_cast<std::uint32_t>(row * 37 + k * 11 + row * k); };
+  // As tiles.cu writes them, in FP8: two K blocks of 16 rows, and in INT4, whose unit has both.
+  std::vector<std::uint32_t> fp8(256);
+  std::vector<std::uint32_t> int4(128);
+  const auto byte_at = [&](int row, int k) { return number(row, k) & 0xFFU; };
+  const auto nibble_at = [&](int row, int k) { return number(row, k) & 15U; };
+  for (int lane = 0; lane < 32; ++lane) {
+    const int g = lane / 4;
+    Int4Rows rows[2] = {};
+    for (int block = 0; block < 2; ++block) {
+      const int k = block * kKBlock + lane % 4 * 8;
+      for (int i = 0; i < 4; ++i) {
+        fp8[static_cast<std::size_t>(block * 128 + low_bit_unit(lane) * 4 + i)] =
+            fp8_word({byte_at(g, k + 2 * i), byte_at(g, k + 2 * i + 1)},
+                     {byte_at(g + 8, k + 2 * i), byte_at(g + 8, k + 2 * i + 1)});
+      }
+      for (int i = 0; i < 8; ++i) {
+        rows[block].low |= nibble_at(g, k + i) << (4 * i);
+        rows[block].high |= nibble_at(g + 8, k + i) << (4 * i);
+      }
+    }
+    for (int i = 0; i < 4; ++i)
+      int4[static_cast<std::size_t>(low_bit_unit(lane) * 4 + i)] = int4_word(rows[0], rows[1], i);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    const int g = lane / 4;
+    const int q = lane % 4;
+    for (int octet = 0; octet < 4; ++octet) {
+      const int giver = octet * 8 + g;  // the lane whose address is that of row g of matrix `octet`
+      const int unit = low_bit_unit(giver % 8 * 4 + giver / 8);
+      for (int block = 0; block < 2; ++block) {
+        const int k = block * kKBlock + octet * 8 + 2 * q;
+        const std::uint32_t word = fp8[static_cast<std::size_t>(block * 128 + unit * 4 + q)];
+        require(fp8_first(word) == (scaled_bf16(byte_at(g, k)) | scaled_bf16(byte_at(g, k + 1)) << 16), "FP8, row g");
+        require(fp8_second(word) == (scaled_bf16(byte_at(g + 8, k)) | scaled_bf16(byte_at(g + 8, k + 1)) << 16),
+                "FP8, row g + 8");
+        const std::uint32_t eight = int4[static_cast<std::size_t>(unit * 4 + q)];
+        for (int half = 0; half < 2; ++half) {
+          const std::uint32_t expected = nibble_at(g + 8 * half, k) | nibble_at(g + 8 * half, k + 1) << 16;
+          require((int4_lifted(eight, 2 * block + half) & 0x000F000FU) == expected, "INT4");
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("words: every FP8 byte comes out of every place of its word, bit for bit") {
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     for (const std::uint32_t other : {0x00U, 0xFFU, 0x5AU, 0xA5U, byte ^ 0xFFU}) {
@@ -188,14 +280,18 @@ TEST_CASE("words: every FP8 byte comes out of every place of its word, bit for b
 }
 
 TEST_CASE("words: INT4 pairs in the order of an operand, 136 above the number") {
-  constexpr std::uint32_t kLow = 0x76543210U;  // number i of the row is i
-  constexpr std::uint32_t kHigh = 0xFEDCBA98U;
-  for (int half = 0; half < 2; ++half) {
-    const std::uint32_t word = int4_word(kLow, kHigh, half);
+  constexpr Int4Rows kFirst{0x76543210U, 0xFEDCBA98U};  // number i of the row is i, or 8 + i
+  constexpr Int4Rows kSecond{~0x76543210U, ~0xFEDCBA98U};
+  for (int at = 0; at < 4; ++at) {
+    const std::uint32_t word = int4_word(kFirst, kSecond, at);
     for (int pair = 0; pair < 4; ++pair) {
-      const std::uint32_t k = static_cast<std::uint32_t>(4 * half + pair / 2 * 2) + (pair % 2 == 0 ? 0 : 8);
-      const std::uint32_t expected = (0x4300U | k) | (0x4300U | (k + 1)) << 16;  // 128 + k and 128 + k + 1 in bf16
-      require(int4_lifted(word, pair) == expected, concat("half ", half, ", pair ", pair));
+      std::uint32_t expected = 0;  // 128 + number in bf16
+      for (int i = 0; i < 2; ++i) {
+        std::uint32_t number = static_cast<std::uint32_t>(2 * at + i) + (pair % 2 == 0 ? 0 : 8);
+        if (pair >= 2) number = 15 - number;
+        expected |= (0x4300U | number) << (16 * i);
+      }
+      require(int4_lifted(word, pair) == expected, concat("word ", at, ", pair ", pair));
     }
   }
 }
@@ -210,17 +306,19 @@ int units_of(std::uint32_t bf16) {
 
 TEST_CASE("words: INT4 pairs bare, 8 above the number, rows g + 8 in sixteenfold") {
   for (const std::uint32_t low : {0x76543210U, 0xFEDCBA98U, 0x08F7A5C3U}) {
-    const std::uint32_t high = ~low;
-    for (int half = 0; half < 2; ++half) {
-      const std::uint32_t word = int4_word(low, high, half);
+    const Int4Rows first{low, ~low};
+    const Int4Rows second{low * 2654435761U, low ^ 0x5A3C96E1U};
+    for (int word_of = 0; word_of < 4; ++word_of) {
+      const std::uint32_t word = int4_word(first, second, word_of);
       for (int pair = 0; pair < 4; ++pair) {
-        const std::uint32_t row = pair % 2 == 0 ? low : high;
+        const Int4Rows& rows = pair < 2 ? first : second;
+        const std::uint32_t row = pair % 2 == 0 ? rows.low : rows.high;
         const int scale = pair % 2 == 0 ? 1 : 16;
         const std::uint32_t offset = pair % 2 == 0 ? kInt4BareOffset : kInt4BareOffsetHigh;
         for (int i = 0; i < 2; ++i) {
-          const auto number = static_cast<int>(row >> (4 * (4 * half + pair / 2 * 2 + i)) & 15U);
+          const auto number = static_cast<int>(row >> (4 * (2 * word_of + i)) & 15U);
           require(units_of(int4_bare(word, pair) >> (16 * i) & 0xFFFFU) == scale * number,
-                  concat("half ", half, ", pair ", pair, ", ", i));
+                  concat("word ", word_of, ", pair ", pair, ", ", i));
           require(units_of(offset >> (16 * i) & 0xFFFFU) == scale * -8, concat("offset of pair ", pair));
         }
       }

@@ -31,6 +31,7 @@ from fake_engine_parts import (
     DraftInput,
     EagleVerifyInput,
     PoolConfigurator,
+    ReqToTokenPool,
     Setting,
     TargetWorker,
     TreeMaskMode,
@@ -44,7 +45,8 @@ from eaglex.hosts.sglang import break_even, compat, options
 
 BAD = -7
 MODULES = tuple(
-    f"eaglex.hosts.sglang.{name}" for name in ("draft_side", "engine_draft", "follower_draft", "engine_worker")
+    f"eaglex.hosts.sglang.{name}"
+    for name in ("draft_side", "engine_draft", "dedicated_draft", "follower_draft", "engine_worker")
 )
 
 
@@ -75,6 +77,7 @@ class Host:
         loaded = checkpoint.load(setting.draft, target=setting.target, max_positions=CONTEXT, dtype=setting.dtype)
         self.config, self.weights = loaded.config, loaded.weights
         self.table = torch.zeros((setting.slots + 1, CONTEXT + 40), dtype=torch.int32)
+        self.pool = ReqToTokenPool(self.table, setting.slots)
         self.free_slots = list(range(1, setting.slots + 1))
         self.free_kv = list(range(1, setting.pool))
         self.running: list[Request] = []
@@ -360,7 +363,7 @@ def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size
             host.worker, host.symbols = made, symbols
             made.alloc_memory_pool(
                 memory_pool_config=PoolConfig(setting.pool),
-                req_to_token_pool=SimpleNamespace(req_to_token=host.table, size=setting.slots),
+                req_to_token_pool=host.pool,
                 token_to_kv_pool_allocator=SimpleNamespace(size=setting.pool, page_size=setting.page_size),
             )
             target.model_runner.model.set_eagle3_layers_to_capture(

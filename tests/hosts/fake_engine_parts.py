@@ -161,6 +161,16 @@ class PoolConfigurator:
         return 1000
 
 
+class ReqToTokenPool:
+    """The host's table: `size` requests and the padding's row."""
+
+    def __init__(self, req_to_token: Tensor, size: int) -> None:
+        self.req_to_token, self.size = req_to_token, size
+
+    def write(self, indices: Any, values: Tensor) -> None:
+        self.req_to_token[indices] = values
+
+
 class DraftInput(fake_host.DraftInput):
     pass
 

@@ -28,7 +28,7 @@ def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
         "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
-        "draft_quant": "head=int4,mlp=fp8", "hot_vocab": "9:a.json",
+        "draft_quant": "head=int4,mlp=fp8", "hot_vocab": "9:a.json", "drafter_deadline": 0.25,
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -41,6 +41,7 @@ def test_options_are_read() -> None:
         join_deadline=20.0,
         deadline=2.5,
         transport="nccl",
+        drafter_deadline=0.25,
         draft_quant=DraftQuant(head=Precision.INT4, mlp=Precision.FP8),
         hot_vocab=HotVocab(size=9, file="a.json"),
     )
@@ -66,6 +67,7 @@ WRONG = {
     '{"placement": 0}': "placement", '{"aux_layer_ids": [1.5]}': "a list of integers", '{"aux_layer_ids": []}': "aux",
     '{"convention": "both"}': "convention", '{"stop_below": 1}': "stop_below", '{"stop_below": "a"}': "a number",
     '{"pausing": 1}': "true or false",
+    '{"drafter_deadline": 0}': "drafter_deadline",
     '{"max_rows": -1}': "max_rows", '{"max_rows": true}': "an integer", '{"deadline": 0}': "deadline",
     '{"hot_vocab": "0"}': "N >= 1", '{"hot_vocab": 9}': "a text as of --hot-vocab",
     '{"draft_quant": "int3"}': "draft_quant", '{"draft_quant": 8}': "a text",
@@ -134,10 +136,12 @@ def test_every_flag_of_the_engine_is_tested() -> None:
     assert {option for option, _, _ in engine_arguments.REFUSED} <= set(REFUSED)
 
 
-def test_a_placement_that_is_not_there_is_refused(engine: pytest.MonkeyPatch) -> None:
+def test_a_dedicated_drafter_of_a_target_on_gpus_is_refused(engine: pytest.MonkeyPatch) -> None:
     engine.setenv(options.VARIABLE, '{"drafter": "engine", "placement": "dedicated"}')
-    with pytest.raises(ValueError, match="placement='dedicated'"):
+    with pytest.raises(ValueError, match=r"placement='dedicated'.*device='cuda'"):
         arguments.refuse(given())
+    with pytest.raises(ValueError, match="device='cpu'"):  # the worker as a whole needs a GPU
+        arguments.refuse(given(device="cpu"))
 
 
 def test_adaptive_steps_are_let_through_for_a_chain_of_the_engine(engine: pytest.MonkeyPatch) -> None:

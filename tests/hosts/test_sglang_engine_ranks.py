@@ -75,6 +75,37 @@ def test_every_rank_verifies_the_reference_draft(name: str, tmp_path: Path) -> N
     assert first == second
 
 
+@pytest.mark.slow
+def test_every_rank_verifies_what_a_dedicated_drafter_has_drafted(tmp_path: Path) -> None:
+    """No rank has the draft; when the drafter is killed, all go on without."""
+
+    def body(rank: int, size: int) -> None:
+        options = {"placement": "dedicated", "drafter_deadline": 20.0}
+        with made_host(Setting(overlap=False, options=options), 4, rank, size) as host:
+            draft = host.worker._draft_worker
+            assert type(draft).__name__ == ("DedicatedDraft" if rank == 0 else "FollowerDraft")
+            assert draft.kv_bytes_per_token == 0
+            played(host, 12)
+            assert host.drafted > host.verified / 2
+            before = host.drafted, host.verified
+            if rank == 0:
+                draft.process.close()
+            dist.barrier()
+            host.decode([])  # of the last cycle before
+            for _ in range(3):
+                for request in host.running:
+                    request.expected = type(request.expected).none()
+                host.decode([])
+            assert host.verified > before[1]
+            print(*before, host.drafted, host.verified)
+            if rank == 0:
+                assert draft.counters()["gone"] == 1
+            dist.barrier()
+
+    first, second = on_ranks(2, tmp_path, body)
+    assert first == second
+
+
 @pytest.mark.parametrize("transport", ["p2p", "mailbox"])
 def test_lanes_of_a_bridge_between_gpus_are_used_again(transport: str, tmp_path: Path) -> None:
     """With the emulated device: requests of one count by addresses alone, more than a message holds in several."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from eaglex.bridge import Bridge, Invitation, LinkOptions
-from eaglex.bridge_dedicated import DrafterClient, RelayClient, RelayServer, join_as_drafter
+from eaglex.bridge import Bridge, HostPool, Invitation, LinkOptions
+from eaglex.bridge_dedicated import DrafterClient, DrafterPool, RelayClient, RelayServer, join_as_drafter
 from eaglex.engine import DraftBatch, DraftResults, current_stream
 from eaglex.errors import BridgeError, DeviceError
 from support.bridge_engine import LAYOUT, LIMITS, SPECULATION, Cycle, digest_of, joined, make_rig, taken
@@ -27,6 +27,12 @@ from support.models import make_config
 from support.streamed import make_streamed_config
 
 JOINED = datetime.timedelta(seconds=60)
+
+
+def pool_of(config: Any) -> HostPool:
+    """That of a rig, which is the host's."""
+    context = config.max_positions
+    return HostPool(num_kv_slots=LAYOUT.num_slots * context + 3, table_width=context)
 
 
 def config_of(plan: Plan) -> Any:
@@ -49,7 +55,10 @@ class DrafterSide:
             rows = plan.drafter_terms.get("max_rows", LIMITS.max_rows)
             engine.limits = dataclasses.replace(engine.limits, max_rows=rows)
             invitation = dataclasses.replace(invitation, terms=invitation.terms | plan.drafter_terms)
-        self.server = join_as_drafter(invitation, self.rig.engine)
+        rig = self.rig
+        self.pool = DrafterPool(req_to_token=rig.table, draft_k=rig.draft_k, draft_v=rig.draft_v)
+        self.forget()
+        self.server = join_as_drafter(invitation, rig.engine, self.pool if plan.pooled else None)
         assert isinstance(self.server, RelayServer) == (plan.transport != "shm")
 
     def go(self) -> dict[str, Any]:
@@ -59,11 +68,17 @@ class DrafterSide:
         try:
             while True:
                 self._end_if("before")
+                self.forget()
                 if self.server.serve(0.5):
                     self.requests += 1
         except BridgeError:  # rank 0 has ended
             engine._engine = kept
             return {"requests": self.requests}
+
+    def forget(self) -> None:
+        """All that its table says is what comes with a request."""
+        if self.plan.pooled:
+            self.pool.req_to_token.fill_(-1)
 
     def _end_if(self, place: str) -> None:
         end_if(self.plan, self.requests, place)
@@ -121,6 +136,7 @@ class RelayRank:
         self.bridge = Bridge(
             members, SPECULATION, limits=LIMITS, vocab_size=config.vocab_size, results=self.results,
             deadline=plan.deadline, transport=plan.transport, aux_width=config.num_aux * config.target_hidden_size,
+            pool=pool_of(config) if plan.pooled else None,
         )  # fmt: skip
         self.push = lambda slots, lens: self.bridge.push(slots, lens, draft=True)
         self.receive = lambda slots, lens: self.bridge.receive(slots, lens)
@@ -135,7 +151,7 @@ class RelayRank:
             self.rig = make_rig(plan.device == "cuda")
             options = LinkOptions(deadline=plan.drafter_deadline, rejoin_after=0.2)
             kind: Any = DrafterClient if plan.transport == "shm" else RelayClient
-            self.client = kind(self.bridge, config, options)
+            self.client = kind(self.bridge, config, options, self.rig.table if plan.pooled else None)
             store.set("invitation", json.dumps(dataclasses.asdict(self.client.invitation())))
             until = time.monotonic() + 60
             while not self.client.joined() and time.monotonic() < until:
@@ -162,11 +178,20 @@ class RelayRank:
         cycle.add_to(self.lengths)
 
     def ask(self, batch: DraftBatch, slots: list[int], lens: list[int], new_lens: list[int]) -> bool:
+        begins = [length == 0 for length in lens]
+        if self.plan.pooled:
+            ends = batch.row_start.tolist()
+            rows = [ends[i + 1] - ends[i] for i in range(len(slots))]
+            places = [self.rig.table[s, n : n + r] for s, n, r in zip(slots, lens, rows, strict=True)]
+            batch = dataclasses.replace(batch, out_cache_loc=torch.cat(places).long())
+        if isinstance(self.client, RelayClient) and self.plan.pooled:
+            return self.client.draft(batch, slots=slots, begins=begins, rewritten=[True] * len(slots))
         if isinstance(self.client, RelayClient):
             return self.client.draft(batch, slots=slots, seq_lens=lens, new_lens=new_lens)
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        rows = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
-        return bool(self.client.draft(DraftBatch(**rows)))
+        on_host = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+        pooled = {"begins": begins, "table_lens": lens} if self.plan.pooled else {}
+        return bool(self.client.draft(DraftBatch(**on_host), **pooled))
 
     def go(self) -> dict[str, Any]:
         draw = random.Random(5)

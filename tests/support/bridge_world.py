@@ -50,6 +50,7 @@ class Plan:
     timed: bool = False
     ranks: int = 0  # with a dedicated drafter: of the target; the drafter is the process behind them
     drafter_deadline: float = 5.0
+    pooled: bool = False  # its K and V lie in the host's KV slots, and it forgets its table before each request
     drafter_ends: tuple[int, int, str] | None = None  # at that request, by this signal, "before" or "within" it
     drafter_terms: dict[str, int] | None = None  # what it takes the group's terms for
     drafter_late: tuple[int, float] | None = None  # at that request, so many seconds

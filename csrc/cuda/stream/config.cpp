@@ -24,7 +24,7 @@ int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int bud
 bool streamable(const GemmProblem& problem) {
   return problem.rows > 0 && problem.k > 0 && problem.k % kKMultiple == 0 && problem.segments >= 1 &&
          problem.segments <= kMaxSegments && problem.tokens >= 1 &&
-         problem.tokens <= (problem.wgmma ? kMaxWideTokens : kMaxTokens);
+         problem.tokens <= most_tokens(problem.wgmma, problem.weight_bits);
 }
 
 GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
@@ -32,7 +32,7 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   expect(problem.k > 0 && problem.k % kKMultiple == 0, ErrorCode::kConfig, "k", concat("a multiple of ", kKMultiple),
          problem.k);
   expect_range("segments", problem.segments, 1, kMaxSegments);
-  expect_range("tokens", problem.tokens, 1, problem.wgmma ? kMaxWideTokens : kMaxTokens);
+  expect_range("tokens", problem.tokens, 1, most_tokens(problem.wgmma, problem.weight_bits));
 
   GemmConfig config;
   config.token_tiles = problem.tokens <= 8     ? 1

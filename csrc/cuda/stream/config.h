@@ -29,6 +29,7 @@ inline constexpr int kThreads = kConsumerThreads + 64;  // and one warp for weig
 inline constexpr int kBlockRows = 64;      // rows of W that lie together in memory
 inline constexpr int kStripRows = 16;      // rows of one tensor-core operand
 inline constexpr int kKBlock = 32;         // k values of one piece: two m16n8k16
+inline constexpr int kPanelK = 64;         // k values of a row of 128 bytes, as wgmma reads x
 inline constexpr int kKMultiple = 64;      // K of a segment must be a multiple
 inline constexpr int kPaddedRows = 128;    // storage is padded to this, with zeros
 inline constexpr int kChunkBytes = 16384;  // weights of one pipeline stage, at most
@@ -152,7 +153,12 @@ struct GemmConfig {
 // Throws ErrorCode::kConfig where the problem cannot be streamed at all.
 [[nodiscard]] GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device);
 
-// Whether `configure` would accept it: K in multiples of 64, tokens in 1..64, or 1..192 with wgmma.
+// Tokens of one launch: more than 64 where bf16 weights meet wgmma. (Low-bit kernels for more are not compiled.)
+[[nodiscard]] constexpr int most_tokens(bool wgmma, int weight_bits) {
+  return wgmma && weight_bits == 16 ? kMaxWideTokens : kMaxTokens;
+}
+
+// Whether `configure` would accept it: K in multiples of 64, tokens in 1..most_tokens().
 [[nodiscard]] bool streamable(const GemmProblem& problem);
 
 // Whether all blocks of a shared tile sum up a slice of it (scatter.cuh) rather than its owner all. Measured on an H200:
@@ -166,7 +172,8 @@ struct GemmConfig {
 
 // Offsets into dynamic shared memory.
 struct SharedLayout {
-  int x = 0;         // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][8·token_tiles][64], swizzled, for wgmma
+  int x = 0;  // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][chunk_k / 64][8·token_tiles][64], swizzled, for
+              // wgmma
   int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;  // between the warps: halves of K, tiles of logits
   int norms = 0;     // num_squares() sums of squares, then [segments][tokens] 1 / rms
@@ -199,8 +206,10 @@ struct SharedLayout {
                                                                       int chunk_k, int stages) {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
-  at.x = stages * stage_bytes(p.weight_bits, token_tiles);
-  at.gamma = at.x + stages * chunk_k * (p.wgmma && token_tiles >= 4 ? tokens : p.tokens) * 2;
+  const bool wide = p.wgmma && token_tiles >= 4;
+  constexpr int kSwizzled = 1024;  // bytes of eight rows, where the swizzle begins anew
+  at.x = align_up(stages * stage_bytes(p.weight_bits, token_tiles), wide ? kSwizzled : 16);
+  at.gamma = at.x + stages * chunk_k * (wide ? tokens : p.tokens) * 2;
   at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(p.weight_bits, token_tiles), 16);
   at.sources = at.norms + (p.normed ? (num_squares(tokens) + p.segments * tokens) * 4 : 0);

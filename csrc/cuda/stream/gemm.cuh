@@ -15,6 +15,7 @@
 #include "cuda/stream/paired.cuh"
 #include "cuda/stream/scatter.cuh"
 #include "cuda/stream/wgmma.cuh"
+#include "cuda/stream/wgmma_bits.cuh"
 
 namespace eaglex::stream {
 
@@ -35,6 +36,9 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   static constexpr bool kPaired = is_paired(Weights::kBits, kTokenTiles);
   using Multiply = std::conditional_t<kPaired, PairedMultiplier<Weights, kTokenTiles, kNormed>,
                                       Multiplier<Weights, kTokenTiles, kNormed>>;
+  using Wide = std::conditional_t<Weights::kBits == 16, WideMultiplier<Weights, kTokenTiles, kNormed>,
+                                  LowBitWideMultiplier<Weights, kTokenTiles, kNormed>>;
+  using Rest = std::conditional_t<G::kWide, Wide, Multiply>;  // what sums lack
 
  public:
   static constexpr int kReaders = kConsumerWarps / Multiply::kTeams;  // warps that read a stage
@@ -97,13 +101,15 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
     }
   }
 
-  // The same sums by wgmma.
-  __device__ __forceinline__ void accumulate_wide(int chunks, RingPosition& at, float (&acc)[kTokenTiles][4]) {
-    using Wide = WideMultiplier<Weights, kTokenTiles, kNormed>;
+  // The same sums by wgmma. `ends`: the last chunk is the segment's.
+  __device__ __forceinline__ void accumulate_wide(int chunks, bool ends, RingPosition& at,
+                                                  float (&acc)[kTokenTiles][4]) {
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0F;
-    float squares[Wide::kSquareTiles][4] = {};
-    const Wide multiply(ring_, shared_, at_, role_);
+    float squares[Wide::kSquareSums][4] = {};
+    Wide multiply(ring_, shared_, at_, role_);
+    // K is a multiple of a panel: of a segment's last chunk there may be one alone.
+    if constexpr (Wide::kPanels == 2) multiply.cut = ends && shape_.k % G::kChunkK != 0;
     multiply.add_chunks(chunks, at, acc, squares);
     if constexpr (kNormed) {
       consumer_barrier();  // whoever read `squares` before is done
@@ -116,7 +122,7 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   __device__ __forceinline__ void accumulate(int unit, int end, int segment, RingPosition& at,
                                              float (&acc)[kTokenTiles][4]) {
     if constexpr (G::kWide) {
-      accumulate_wide(end - unit, at, acc);
+      accumulate_wide(end - unit, (end - 1) % shape_.chunks_per_segment + 1 == shape_.chunks_per_segment, at, acc);
     } else if constexpr (kPaired) {
       accumulate_pairs(unit, end, segment, at, acc);
     } else {
@@ -188,9 +194,9 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   template <int kTiles>
   __device__ __forceinline__ void epilogue(const TileView<typename Step::RowInfo>& view, float (&acc)[kTiles][4]) {
     mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there; passes at once ever after
-    if (Multiply::kRestLow != 1 && role_.half == 0) {
-      constexpr float kLow = Multiply::kRestLow;
-      constexpr float kHigh = Multiply::kRestHigh;
+    if (Rest::kRestLow != 1 && role_.half == 0) {
+      constexpr float kLow = Rest::kRestLow;
+      constexpr float kHigh = Rest::kRestHigh;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) acc[t][0] *= kLow, acc[t][1] *= kLow, acc[t][2] *= kHigh, acc[t][3] *= kHigh;
     }

@@ -103,7 +103,7 @@ template <class Step>
 int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
                 const typename Step::Params& params, cudaStream_t stream) {
   GemmProblem covered = problem;
-  covered.wgmma = has_wgmma(plan.device, tiles.precision);
+  covered.wgmma = has_wgmma(plan.device);
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
   covered.rows += first_row % tile_rows;
   const GemmConfig config = configure(covered, plan.device);

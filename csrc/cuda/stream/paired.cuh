@@ -51,7 +51,7 @@ struct PairedMultiplier {
     // Lanes of tokens that are not there read the last one's x: one access for all.
     const int g = kTokenTiles == 1 ? min(lane / 4, tokens - 1) : lane / 4;
     const int q = lane % 4;
-    return {shared + Weights::offset(k_block()) + set() * (kStrips * 512) + lane * 16,
+    return {shared + Weights::offset(k_block()) + set() * (kStrips * 512) + low_bit_unit(lane) * 16,
             shared + at.x + (k_block() * tokens + g) * 64 + q * 16, shared + at.gamma + k_block() * 64 + q * 16,
             shared + Weights::offset(k_block() / kGroupBlocks * kGroupBlocks)};
   }

@@ -66,7 +66,7 @@ struct Geometry {
   static constexpr int kWarpKBlocks = kKBlocks / kHalves;
   static constexpr int kTokens = 8 * kTokenTiles;
   static constexpr int kRowBlocks = kTileRows / kBlockRows;
-  static constexpr bool kWide = kWgmma && Weights::kBits == 16 && kTokenTiles >= 4;  // wgmma.cuh
+  static constexpr bool kWide = kWgmma && kTokenTiles >= 4;  // wgmma.cuh
   static_assert(kWarpKBlocks * kHalves == kKBlocks && kRowWarps * kHalves == kConsumerWarps);
 };
 
@@ -204,9 +204,10 @@ template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
                                     int last) {
   using G = Geometry<Weights, kTokenTiles>;
-  constexpr int kPieces = G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;  // of 16 bytes, per token and pass
-  constexpr int kPasses = G::kKBlocks * 4 / kPieces;                    // over a chunk
-  constexpr int kTokensAtOnce = 32 / kPieces;                           // a warp's copies cover whole rows
+  // Of 16 bytes, per token and pass; wgmma's panels come one by one.
+  constexpr int kPieces = G::kWide ? kPanelK / 8 : G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;
+  constexpr int kPasses = G::kKBlocks * 4 / kPieces;  // over a chunk
+  constexpr int kTokensAtOnce = 32 / kPieces;         // a warp's copies cover whole rows
   constexpr int kCopies = G::kTokens / kTokensAtOnce;
   const int lane = threadIdx.x % 32;
   const int token = lane / kPieces;
@@ -214,7 +215,7 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
   const int last_pieces = (shape.k / kKBlock - (shape.chunks_per_segment - 1) * G::kKBlocks) * 4;
   // wgmma's 128-byte swizzle: a row's 64 k are 128 bytes, unit u of 16 stands at u ^ row % 8.
   constexpr int kRowBytes = G::kWide ? 128 : 64;
-  static_assert(!G::kWide || (kPasses == 1 && kTokensAtOnce == 4));
+  static_assert(!G::kWide || kTokensAtOnce == 4);
   const std::uint32_t to = ring.x + (G::kWide ? token * 128 + (piece ^ token) * 16
                                               : ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16);
   const bf16* rows[kCopies];
@@ -235,7 +236,8 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (cursor.chunk + 1 < shape.chunks_per_segment || pass * kPieces + piece < last_pieces) {
-        const std::uint32_t pass_to = to + at.stage * ring.x_bytes + pass * kPieces / 4 * shape.tokens * 64;
+        const std::uint32_t pass_to =
+            to + at.stage * ring.x_bytes + pass * kPieces / 4 * (G::kWide ? G::kTokens : shape.tokens) * 64;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
           if (token + i * kTokensAtOnce < shape.tokens)

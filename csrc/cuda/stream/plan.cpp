@@ -84,17 +84,17 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
 
 }  // namespace
 
-bool has_wgmma(const DeviceLimits& device, Precision precision) {
+bool has_wgmma(const DeviceLimits& device) {
 #if defined(EAGLEX_WITH_WGMMA)
   constexpr bool kCompiled = true;
 #else
   constexpr bool kCompiled = false;
 #endif
-  return kCompiled && device.compute_capability == 90 && precision == Precision::kBf16;
+  return kCompiled && device.compute_capability == 90;
 }
 
 int most_rows(const DeviceLimits& device, Precision precision) {
-  return has_wgmma(device, precision) ? kMaxWideTokens : kMaxTokens;
+  return most_tokens(has_wgmma(device), bits_of(precision));
 }
 
 void check_switches() {

@@ -197,6 +197,15 @@ __device__ __forceinline__ __nv_bfloat162 unpack(std::uint32_t bits) {
   return pair;
 }
 
+// Four 8 x 8 matrices of 16 bits: lane l says where row l % 8 of matrix l / 8 lies, and gets word l % 4 of row l / 4 of
+// each.
+__device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+
 // ---- tensor cores: D[16 x 8] += A[16 x 16] B[16 x 8].
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                          std::uint32_t b1) {

@@ -56,8 +56,8 @@ struct StreamPlan {
 };
 
 // Whether products of more than 16 rows are wgmma's there.
-[[nodiscard]] bool has_wgmma(const DeviceLimits& device, Precision precision);
-// Rows that one launch of fuse, or of K and V, takes: more than 64 where their products are wgmma's.
+[[nodiscard]] bool has_wgmma(const DeviceLimits& device);
+// Rows that one launch of fuse, or of K and V, takes: more than 64 where their products are wgmma's, of bf16.
 [[nodiscard]] int most_rows(const DeviceLimits& device, Precision precision);
 
 // Limits of the current device.

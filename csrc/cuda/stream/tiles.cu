@@ -125,7 +125,8 @@ __global__ void retile_fp8_kernel(const __grid_constant__ RetileArgs args) {
     for (int i = 0; i < 4; ++i) {
       words[i] = fp8_word({byte_of(a, 2 * i), byte_of(a, 2 * i + 1)}, {byte_of(b, 2 * i), byte_of(b, 2 * i + 1)});
     }
-    reinterpret_cast<uint4*>(args.tiles)[index * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+    reinterpret_cast<uint4*>(args.tiles)[index * 32 + low_bit_unit(lane)] =
+        make_uint4(words[0], words[1], words[2], words[3]);
     if (has_nan(a)) args.row_scales[row] = NAN;
     if (has_nan(b)) args.row_scales[row + 8] = NAN;
   });
@@ -149,17 +150,16 @@ __global__ void retile_int4_kernel(const __grid_constant__ RetileArgs args) {
     const Origin low = origin_of(args, row);
     const Origin high = origin_of(args, row + 8);
     std::uint32_t words[4];
+    Int4Rows rows[2];
     for (int i = 0; i < 2; ++i) {
       const std::int64_t k = (k_block + i) * kKBlock + lane % 4 * 8;
-      const std::uint32_t a = stored(args, low, k, kZeros);
-      const std::uint32_t b = stored(args, high, k, kZeros);
-      words[2 * i] = int4_word(a, b, 0);
-      words[2 * i + 1] = int4_word(a, b, 1);
+      rows[i] = {stored(args, low, k, kZeros), stored(args, high, k, kZeros)};
     }
+    for (int i = 0; i < 4; ++i) words[i] = int4_word(rows[0], rows[1], i);
     std::byte* const of_group =
         args.tiles + unit.block * k_block_bytes(4, k_blocks) + k_block_bytes(4, group * kGroupBlocks);
     std::byte* const values = of_group + k_block % kGroupBlocks / 2 * 4 * kUnitBytes + unit.strip * kUnitBytes;
-    *reinterpret_cast<uint4*>(values + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(values + low_bit_unit(lane) * 16) = make_uint4(words[0], words[1], words[2], words[3]);
     if (k_block % kGroupBlocks != 0 || lane % 4 != 0) return;
     const std::int64_t blocks = k_blocks - k_block < kGroupBlocks ? k_blocks - k_block : kGroupBlocks;
     std::byte* const scales = of_group + blocks / 2 * 4 * kUnitBytes + unit.strip * 32 + lane;

@@ -1,8 +1,9 @@
 // The order of weights in memory: blocks of 64 rows, each [K / 32][4 strips of 16 rows][piece]. A piece is 16 rows x 32
-// k in the order in which a warp's lanes hold the A operands of two m16n8k16, so that a lane reads 16 bytes at 16 ·
-// lane. A chunk of 16 KB is contiguous for tiles of 64 rows and two halves of 8 KB for tiles of 128. FP8's pieces have
-// half the bytes; their scales, one per row, lie behind the tiles. INT4's have a quarter, so two of neighbours in k share
-// the 512 bytes of a warp's read, and behind four follow the scales of their 64 rows, in bf16, pairs of rows g and g + 8.
+// k in the order in which a warp's lanes hold the A operands of two m16n8k16, so that a lane reads 16 bytes at 16 times
+// its unit (words.h). A chunk of 16 KB is contiguous for tiles of 64 rows and two halves of 8 KB for tiles of 128.
+// FP8's pieces have half the bytes; their scales, one per row, lie behind the tiles. INT4's have a quarter, so two of
+// neighbours in k share the 512 bytes of a warp's read, and behind four follow the scales of their 64 rows, in bf16,
+// pairs of rows g and g + 8.
 #pragma once
 
 #include <cuda_runtime_api.h>

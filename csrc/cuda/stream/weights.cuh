@@ -45,7 +45,7 @@ struct Fp8Weights {
   __device__ static __forceinline__ constexpr int offset(int k_block) { return k_block * 2048; }
 
   __device__ static __forceinline__ void load(const std::byte* at, int strip, int lane, std::uint32_t (&a)[1][2][4]) {
-    const uint4 words = *reinterpret_cast<const uint4*>(at + strip * 512 + lane * 16);
+    const uint4 words = *reinterpret_cast<const uint4*>(at + strip * 512 + low_bit_unit(lane) * 16);
     spread(words.x, a[0][0][0], a[0][0][1]);
     spread(words.y, a[0][0][2], a[0][0][3]);
     spread(words.z, a[0][1][0], a[0][1][1]);
@@ -85,32 +85,37 @@ struct Int4Weights {
   }
 
   __device__ static __forceinline__ void load(const std::byte* at, int strip, int lane, std::uint32_t (&a)[2][2][4]) {
-    const uint4 words = *reinterpret_cast<const uint4*>(at + strip * 512 + lane * 16);
-    spread(words.x, a[0][0]);
-    spread(words.y, a[0][1]);
-    spread(words.z, a[1][0]);
-    spread(words.w, a[1][1]);
+    const uint4 words = *reinterpret_cast<const uint4*>(at + strip * 512 + low_bit_unit(lane) * 16);
+    spread(words.x, a, 0, 0);
+    spread(words.y, a, 0, 2);
+    spread(words.z, a, 1, 0);
+    spread(words.w, a, 1, 2);
   }
 
   // The same for a lane whose words begin at `at`, but bare (words.h): 2^-133 of the number plus 8 in rows g, 2^-129 of it
   // in rows g + 8.
   __device__ static __forceinline__ void load_two(const std::byte* at, std::uint32_t (&a)[2][2][4]) {
     const uint4 words = *reinterpret_cast<const uint4*>(at);
-    bare(words.x, a[0][0]);
-    bare(words.y, a[0][1]);
-    bare(words.z, a[1][0]);
-    bare(words.w, a[1][1]);
+    bare(words.x, a, 0, 0);
+    bare(words.y, a, 0, 2);
+    bare(words.z, a, 1, 0);
+    bare(words.w, a, 1, 2);
   }
-  __device__ static __forceinline__ void bare(std::uint32_t word, std::uint32_t (&a)[4]) {
+  // A word's pairs go into operand `half` of both K blocks, registers `at` and at + 1.
+  __device__ static __forceinline__ void bare(std::uint32_t word, std::uint32_t (&a)[2][2][4], int half, int at) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = int4_bare(word, i);
+    for (int i = 0; i < 4; ++i) a[i / 2][half][at + i % 2] = int4_bare(word, i);
   }
 
   // Of a group that begins at `at` and is `blocks` long: the scales of rows g and g + 8 of the strip.
   __device__ static __forceinline__ float2 scales(const std::byte* at, int blocks, int strip, int lane) {
-    const std::byte* const from = at + blocks * (kGroupValues / kGroupBlocks) + strip * 32 + lane / 4 * 4;
-    const std::uint32_t pair = *reinterpret_cast<const std::uint32_t*>(from);
+    const std::uint32_t pair = scale_pair(at, blocks, strip, lane);
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
+  }
+
+  __device__ static __forceinline__ std::uint32_t scale_pair(const std::byte* at, int blocks, int strip, int lane) {
+    const std::byte* const from = at + blocks * (kGroupValues / kGroupBlocks) + strip * 32 + lane / 4 * 4;
+    return *reinterpret_cast<const std::uint32_t*>(from);
   }
 
   // int4_lifted in one instruction; of two constants the compiler would make two.
@@ -120,9 +125,10 @@ struct Int4Weights {
     return pair;
   }
 
-  __device__ static __forceinline__ void spread(std::uint32_t word, std::uint32_t (&a)[4]) {
+  __device__ static __forceinline__ void spread(std::uint32_t word, std::uint32_t (&a)[2][2][4], int half, int at) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = pack(__hsub2(unpack(lifted(word >> (4 * i))), unpack(kInt4Lift)));
+    for (int i = 0; i < 4; ++i)
+      a[i / 2][half][at + i % 2] = pack(__hsub2(unpack(lifted(word >> (4 * i))), unpack(kInt4Lift)));
   }
 };
 

@@ -58,30 +58,107 @@ __device__ __forceinline__ void hold(std::uint32_t& x) {
   asm volatile("" : "+r"(x)::"memory");
 }
 
+// What all precisions share: the products of a panel, 64 k of a stage, from operands in registers.
 template <class Weights, int kTokenTiles, bool kNormed>
-struct WideMultiplier {
+struct PanelMultiplier {
   using G = Geometry<Weights, kTokenTiles>;
-  static constexpr int kSteps = G::kChunkK / 16;                               // products of a chunk
+  static constexpr int kSteps = kPanelK / 16;                                  // products of a panel
   static constexpr int kOctets = 2 * kSteps;                                   // of k
+  static constexpr int kPanels = G::kChunkK / kPanelK;                         // of a chunk
+  static constexpr int kPanelBytes = G::kTokens * kPanelK * 2;                 // of x
   static constexpr int kSquareTiles = kTokenTiles <= 8 ? 1 : kTokenTiles / 8;  // of 8 tokens, that a warp squares
-  static_assert(!G::kWide || (G::kHalves == 1 && G::kKBlocks * 4 == kOctets && G::kChunkK == 64));
+  static_assert(!G::kWide || (G::kHalves == 1 && kPanels * kPanelK == G::kChunkK));
 
   const Ring& ring;
   const std::byte* shared;
-  int weights;  // of the lane, in a stage
-  int gamma;
   int squares_x;  // of the lane's token and octet of the first tile that the warp squares
   int lane;
   int warp;
 
-  __device__ WideMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
+  __device__ PanelMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
       : ring(of), shared(from), lane(role.lane), warp(role.warp) {
+    squares_x = at.x + (role.strip % kTokenTiles * 8 + lane / 4) * 128 + (lane % 4 ^ lane / 4) * 16;
+  }
+
+  // Starts the products of a panel, once its x is there.
+  __device__ __forceinline__ void start(int stage, int panel, const std::uint32_t (&a)[kSteps][4],
+                                        float (&acc)[kTokenTiles][4]) const {
+    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512.
+    // No sum below reaches the upper half, which is the same for all.
+    const std::uint32_t begin = (ring.x + stage * ring.x_bytes + panel * kPanelBytes) >> 4 | 1U << 16;
+    const auto b = [begin](int units) { return std::uint64_t{1U << 30 | 64U} << 32 | (begin + units); };
+    __syncwarp();
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (kTokenTiles < 8) {
+        wgmma_32(acc, 0, a[step], b(2 * step));
+      } else {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; t += 8) wgmma_64(acc, t, a[step], b(2 * step + t * 64));
+      }
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ uint4 of_squares(int stage, int panel, int kb, int tile) const {
+    return *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes + panel * kPanelBytes +
+                                           tile * 8192);
+  }
+
+  // As Multiplier::add_squares.
+  __device__ __forceinline__ void add_squares(int stage, int panel, float (&squares)[kSquareTiles][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < kSquareTiles; ++tile) {
+#pragma unroll
+      for (int kb = 0; kb < kPanelK / kKBlock; ++kb) {
+        if (kTokenTiles == 4 && kb != warp / 4) continue;  // two warps share a tile
+        const uint4 b = of_squares(stage, panel, kb, tile);
+        const std::uint32_t first[4] = {b.x, 0, b.y, 0};
+        const std::uint32_t second[4] = {b.z, 0, b.w, 0};
+        mma_bf16(squares[tile], first, b.x, b.y);
+        mma_bf16(squares[tile], second, b.z, b.w);
+      }
+    }
+  }
+
+  // Each token's sum to its place; Multiplier's order for up to 64 tokens.
+  __device__ __forceinline__ void store_squares(const float (&squares)[kSquareTiles][4], float* to) const {
+    const int g = lane / 4;
+    if (g / 2 != lane % 4) return;
+#pragma unroll
+    for (int tile = 0; tile < kSquareTiles; ++tile)
+      to[(kTokenTiles == 4 ? warp / 4 * G::kTokens + warp % 4 * 8 : (tile * 8 + warp) * 8) + g] =
+          g % 2 == 0 ? squares[tile][0] : squares[tile][1];
+  }
+};
+
+// bf16 weights: a chunk has one panel.
+template <class Weights, int kTokenTiles, bool kNormed>
+struct WideMultiplier : PanelMultiplier<Weights, kTokenTiles, kNormed> {
+  using Base = PanelMultiplier<Weights, kTokenTiles, kNormed>;
+  using Base::kOctets;
+  using Base::kSquareTiles;
+  using Base::kSteps;
+  using Base::lane;
+  using Base::ring;
+  using Base::shared;
+  using typename Base::G;
+  static constexpr int kSquareSums = kSquareTiles;
+  static constexpr float kRestLow = 1;
+  static constexpr float kRestHigh = 1;
+  static_assert(!G::kWide || Base::kPanels == 1);
+
+  int weights;  // of the lane, in a stage
+  int gamma;
+
+  __device__ WideMultiplier(const Ring& of, const std::byte* from, const SharedLayout& at, const WarpRole& role)
+      : Base(of, from, at, role) {
     const int q = lane % 4;
     // In words.h's order the 8 bytes that lane (g, q) multiplies of octet j lie in the unit of (g, j), half q / 2.
     weights = role.strip / 4 * (G::kStageBytes / G::kRowBlocks) + role.strip % 4 * 1024 + q / 2 * 512 +
               bf16_unit(lane / 4 * 4, q / 2) * 16 + q % 2 * 8;
     gamma = at.gamma + q * 4;
-    squares_x = at.x + (role.strip % kTokenTiles * 8 + lane / 4) * 128 + (q ^ lane / 4) * 16;
   }
 
   // The operands of a stage, once its weights have landed.
@@ -106,43 +183,6 @@ struct WideMultiplier {
     }
   }
 
-  // Starts the products of a stage, once its x is there.
-  __device__ __forceinline__ void start(int stage, const std::uint32_t (&a)[kSteps][4],
-                                        float (&acc)[kTokenTiles][4]) const {
-    // Rows of 128 bytes, swizzled: start and distance of 8 rows in units of 16 bytes. 16 k are 2 of them, 64 rows 512.
-    const std::uint32_t begin = (ring.x + stage * ring.x_bytes) >> 4;
-    const std::uint64_t b = std::uint64_t{1} << 62 | std::uint64_t{64} << 32 | 1U << 16 | begin;
-    __syncwarp();
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if constexpr (kTokenTiles < 8) {
-        wgmma_32(acc, 0, a[step], b + 2 * step);
-      } else {
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; t += 8) wgmma_64(acc, t, a[step], b + 2 * step + t * 64);
-      }
-    }
-    wgmma_commit();
-  }
-
-  // As Multiplier::add_squares.
-  __device__ __forceinline__ void add_squares(int stage, float (&squares)[kSquareTiles][4]) const {
-#pragma unroll
-    for (int tile = 0; tile < kSquareTiles; ++tile) {
-#pragma unroll
-      for (int kb = 0; kb < G::kKBlocks; ++kb) {
-        if (kTokenTiles == 4 && kb != warp / 4) continue;  // two warps share a tile
-        const uint4 b =
-            *reinterpret_cast<const uint4*>(shared + (squares_x ^ kb * 64) + stage * ring.x_bytes + tile * 8192);
-        const std::uint32_t first[4] = {b.x, 0, b.y, 0};
-        const std::uint32_t second[4] = {b.z, 0, b.w, 0};
-        mma_bf16(squares[tile], first, b.x, b.y);
-        mma_bf16(squares[tile], second, b.z, b.w);
-      }
-    }
-  }
-
   // Sums of `chunks` chunks from `at` on. The next chunk's operands are fetched while the tensor cores work on one.
   __device__ __forceinline__ void add_chunks(int chunks, RingPosition& at, float (&acc)[kTokenTiles][4],
                                              float (&squares)[kSquareTiles][4]) const {
@@ -153,8 +193,8 @@ struct WideMultiplier {
     for (int i = 0; i < chunks; ++i) {
       mbar_wait(ring.full + 8 * at.stage, at.phase);
       fence_async_shared();  // x came by copies of threads, wgmma reads as bulk copies do
-      start(at.stage, a, acc);
-      if constexpr (kNormed) add_squares(at.stage, squares);
+      this->start(at.stage, 0, a, acc);
+      if constexpr (kNormed) this->add_squares(at.stage, 0, squares);
       RingPosition next = at;
       next.next(ring);
       std::uint32_t ahead[kSteps][4] = {};
@@ -173,16 +213,6 @@ struct WideMultiplier {
     }
 #pragma unroll
     for (int n = 0; n < kTokenTiles * 4; ++n) hold(acc[n / 4][n % 4]);
-  }
-
-  // Each token's sum to its place; Multiplier's order for up to 64 tokens.
-  __device__ __forceinline__ void store_squares(const float (&squares)[kSquareTiles][4], float* to) const {
-    const int g = lane / 4;
-    if (g / 2 != lane % 4) return;
-#pragma unroll
-    for (int tile = 0; tile < kSquareTiles; ++tile)
-      to[(kTokenTiles == 4 ? warp / 4 * G::kTokens + warp % 4 * 8 : (tile * 8 + warp) * 8) + g] =
-          g % 2 == 0 ? squares[tile][0] : squares[tile][1];
   }
 };
 

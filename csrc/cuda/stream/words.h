@@ -15,6 +15,13 @@ namespace eaglex::stream {
   return lane ^ (lane >> 3 & 1) ^ half << 1;
 }
 
+// FP8 and INT4: the same for 512 bytes, of which lane (g, q) has a unit of 16 for mma.sync. For wgmma it needs a word of
+// each unit of its row: ldmatrix hands out eight units at a time, of rows g = 0..7 and one q, which in this order lie in
+// different banks (wgmma_bits.cuh).
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int low_bit_unit(int lane) {
+  return lane ^ (lane >> 3 & 3);
+}
+
 // FP8: a pair of e4m3 becomes a pair of bf16 by moving bits, of each byte the sign to bit 15 and the rest to bits 10..4
 // of its half. That is 2^-120 of the number, exact, subnormal numbers included. Two pairs share a word: the first lies
 // where it is needed, in 0x87F087F0; the second in the bits between, so that two shifts bring it there.
@@ -56,14 +63,19 @@ inline constexpr std::uint32_t kInt4Lift = 0x43084308U;  // a pair of 136
 inline constexpr std::uint32_t kInt4BareOffset = 0x80088008U;      // a pair of -8, of pairs 0 and 2
 inline constexpr std::uint32_t kInt4BareOffsetHigh = 0x80808080U;  // of pairs 1 and 3
 
-// `low` and `high` hold eight neighbours in k each, the first in the lowest bits: of rows g and g + 8. Word `half` has
-// their numbers 4·half..4·half + 3 in the order of an operand of m16n8k16.
-[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_word(std::uint32_t low, std::uint32_t high, int half) {
+// Eight neighbours in k each, the first in the lowest bits: of rows g and g + 8.
+struct Int4Rows {
+  std::uint32_t low, high;
+};
+
+// Word `at` of a unit: pairs 0 and 1 are the numbers 2·at and 2·at + 1 of rows g and g + 8 in the first K block, pairs
+// 2 and 3 those in the second.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_word(Int4Rows first, Int4Rows second, int at) {
   std::uint32_t word = 0;
   for (int i = 0; i < 4; ++i) {
-    const std::uint32_t row = i % 2 == 0 ? low : high;
-    const int k = 4 * half + i / 2 * 2;
-    word |= (row >> (4 * k) & 15U) << (4 * i) | (row >> (4 * k + 4) & 15U) << (4 * i + 16);
+    const Int4Rows& rows = i < 2 ? first : second;
+    const std::uint32_t row = i % 2 == 0 ? rows.low : rows.high;
+    word |= (row >> (8 * at) & 15U) << (4 * i) | (row >> (8 * at + 4) & 15U) << (4 * i + 16);
   }
   return word;
 }

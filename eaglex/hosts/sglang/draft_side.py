@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from eaglex import checkpoint
+from eaglex.bridge import HostPool
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults, current_stream
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.copies import Copies
 from eaglex.hosts.sglang.metrics import Metrics
-from eaglex.hosts.sglang.options import Options
+from eaglex.hosts.sglang.options import Options, Placement
 from eaglex.hosts.sglang.ranks import Link, Ranks
 from eaglex.hosts.sglang.translate import Prefilled, Verified
 from eaglex.hosts.sglang.verify_input import Trees, VerifyBuffers, VerifyPool
@@ -106,7 +107,9 @@ class DraftSide:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What the host charges for each token of its pool."""
+        """What the host charges for each token of its pool: nothing where a further GPU has the draft's K and V."""
+        if self.options.placement is Placement.DEDICATED:
+            return 0
         return draft_memory.kv_bytes_per_token(self.config, self.kv_dtype)
 
     @property
@@ -132,6 +135,8 @@ class DraftSide:
         rows = engine_arguments.max_rows_of(self.server_args, self.options, max_batch=max_batch, num_draft_tokens=nodes)
         num_slots = req_to_token_pool.req_to_token.shape[0]
         self.limits = EngineLimits(max_batch=max_batch, max_rows=rows, num_slots=num_slots)
+        kv_slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
+        self._pool = HostPool(num_kv_slots=kv_slots, table_width=req_to_token_pool.req_to_token.shape[1])
 
     def init_attention_backends(self) -> None:
         """The host has set the auxiliary layers by now, and captures the target next: check them."""
@@ -157,7 +162,10 @@ class DraftSide:
 
     def _connect(self, results: DraftResults) -> None:
         """This rank's end of the bridge, over these results. Raises BridgeError on every rank alike."""
-        bridge = self.ranks.bridge(self.speculation, self.limits, results, vocab_size=self.config.vocab_size)
+        drafter: dict[str, Any] = {}
+        if self.options.placement is Placement.DEDICATED:
+            drafter = {"aux_width": self.config.aux_width, "pool": self._pool}
+        bridge = self.ranks.bridge(self.speculation, self.limits, results, vocab_size=self.config.vocab_size, **drafter)
         self._link = None if bridge is None else Link(bridge, max_lanes=self.limits.max_batch)
 
     def counters(self) -> dict[str, int]:

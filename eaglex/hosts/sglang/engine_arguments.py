@@ -39,11 +39,8 @@ def refuse(server_args: Any, options: Options) -> None:
             f"{' or '.join(map(repr, QUANT_WORDS))}): a packed draft is read as its files say, and {VARIABLE} "
             "draft_quant makes fewer bits of any other."
         )
-    if options.placement is not Placement.RANK0:
-        raise ValueError(
-            f"EAGLEX does not support {VARIABLE} placement={options.placement.value!r} (needs 'rank0'): there is no "
-            "drafter on a GPU of its own yet."
-        )
+    if options.placement is Placement.DEDICATED:
+        _refuse_dedicated(server_args, options)
     if server_args.speculative_adaptive:
         if server_args.speculative_eagle_topk not in (None, 1):
             raise ValueError(
@@ -56,6 +53,26 @@ def refuse(server_args: Any, options: Options) -> None:
                 "adaptive rule itself stops drafting where its configuration has 0 steps."
             )
         _admit_adaptive()
+
+
+def _refuse_dedicated(server_args: Any, options: Options) -> None:
+    placement = f"{VARIABLE} placement='dedicated'"
+    if server_args.device != "cpu":
+        raise ValueError(
+            f"EAGLEX does not support {placement} (needs 'rank0') with device={server_args.device!r}: rows that go "
+            "from GPU to GPU do not carry the host's KV slots yet."
+        )
+    found = {
+        "pausing": options.pausing,
+        "speculative_adaptive": bool(server_args.speculative_adaptive),
+        "hot_vocab": options.hot_vocab is not None,
+        "draft_quant 'auto'": options.draft_quant is Auto.AUTO,
+    }
+    for name, given in found.items():
+        if given:
+            raise ValueError(
+                f"EAGLEX does not support {name} with {placement}: the drafter is not timed, and told less."
+            )
 
 
 def _admit_adaptive() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import compat, hooks, metrics, options, step_choice
 from eaglex.hosts.sglang.copies import Copies
+from eaglex.hosts.sglang.dedicated_draft import DedicatedDraft
 from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.engine_draft import EngineDraft
 from eaglex.hosts.sglang.follower_draft import FollowerDraft
@@ -48,7 +49,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         device = torch.device(self.device, gpu_id) if self.device == "cuda" else torch.device(self.device)
         chosen = options.read()
         ranks = Ranks(target_worker.model_runner.tp_group, chosen, rank=ps.tp_rank, size=ps.tp_size)
-        kind: type[DraftSide] = EngineDraft if ranks.drafts else FollowerDraft
+        drafting = DedicatedDraft if chosen.placement is options.Placement.DEDICATED else EngineDraft
+        kind: type[DraftSide] = drafting if ranks.drafts else FollowerDraft
         self._draft_worker = kind(
             server_args, chosen, target_worker=target_worker, ranks=ranks, device=device, algorithm=algorithm
         )
@@ -64,7 +66,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
-        if ranks.drafts:
+        if kind is EngineDraft:
             logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
 
     @property

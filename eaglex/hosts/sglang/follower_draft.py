@@ -9,6 +9,7 @@ from typing import Any
 from eaglex.bridge import Follower
 from eaglex.engine import DraftResults
 from eaglex.hosts.sglang.draft_side import DraftSide
+from eaglex.hosts.sglang.options import Placement
 from eaglex.hosts.sglang.ranks import Link
 from eaglex.hosts.sglang.translate import Prefilled, Verified
 from eaglex.hosts.sglang.verify_input import Trees
@@ -26,6 +27,8 @@ class FollowerDraft(DraftSide):
 
     def _share(self) -> None:
         """This rank's part of what the draft shares with the target, for the rank that drafts."""
+        if self.options.placement is Placement.DEDICATED:
+            return  # the drafter reads the target's files
         config = self.target_worker.model_config
         self.ranks.shared(self.target_worker.model_runner.model, self.facts.borrowed, config.vocab_size, config.dtype)
 
@@ -57,7 +60,7 @@ class FollowerDraft(DraftSide):
 
     def renew(self) -> None:
         """As the rank that drafts does it: its engine, and with it the bridge, is made again."""
-        if not self.facts.borrowed or self._link is None:
+        if not self.facts.borrowed or self._link is None or self.options.placement is Placement.DEDICATED:
             return
         self._buffers.forget()
         self._link = self._follower = None

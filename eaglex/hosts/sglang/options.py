@@ -50,7 +50,8 @@ class Options:
     (docs/precision.md); without it the host's flag speculative_draft_model_quantization decides. hot_vocab: a smaller
     head, in those of its --hot-vocab.
     With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
-    the transport that takes the place of the probe's choice (docs/bridge.md).
+    the transport that takes the place of the probe's choice (docs/bridge.md). drafter_deadline: seconds after which a
+    dedicated drafter's reply is not waited for.
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
@@ -67,13 +68,14 @@ class Options:
     join_deadline: float = 600.0
     deadline: float = 60.0
     transport: str | None = None
+    drafter_deadline: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
             _fail("stop_below", "a number in [0, 1)", self.stop_below)
         if self.max_rows < 0:
             _fail("max_rows", "an integer >= 0", self.max_rows)
-        for name in ("join_deadline", "deadline"):
+        for name in ("join_deadline", "deadline", "drafter_deadline"):
             if not 0 < getattr(self, name) < float("inf"):
                 _fail(name, "seconds > 0", getattr(self, name))
 
@@ -175,4 +177,5 @@ _READERS: dict[str, Any] = {
     "join_deadline": _number,
     "deadline": _number,
     "transport": _transport,
+    "drafter_deadline": _number,
 }

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from eaglex.bridge import Bridge, Members
+from eaglex.bridge import Bridge, HostPool, Members
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults
 from eaglex.errors import ConfigError
@@ -69,13 +70,17 @@ class Ranks:
         return None if whole is None else whole.flatten(0, 1).view(part.dtype).to(part.device)
 
     def bridge(
-        self, speculation: SpeculationConfig, limits: EngineLimits, results: DraftResults, *, vocab_size: int
-    ) -> Bridge | None:
-        """From the rank that drafts to all; None where there is but one. Raises BridgeError on every rank alike."""
-        if self.size == 1:
+        self, speculation: SpeculationConfig, limits: EngineLimits, results: DraftResults, *, vocab_size: int,
+        aux_width: int = 0, pool: HostPool | None = None,
+    ) -> Bridge | None:  # fmt: skip
+        """From the rank that drafts to all; None where there is but one, and no dedicated drafter, whose rows are
+        `aux_width` wide and whose K and V lie in `pool`. Raises BridgeError on every rank alike.
+        """
+        if self.size == 1 and not aux_width:
             return None
         self._bridges += 1  # each has its own part of the store
-        store = distributed_c10d.PrefixStore(f"eaglex/{self._bridges}", distributed_c10d._get_default_store())
+        found = HashStore() if self.size == 1 else distributed_c10d._get_default_store()
+        store = distributed_c10d.PrefixStore(f"eaglex/{self._bridges}", found)
         members = Members(store, rank=self.rank, num_ranks=self.size, deadline=self._options.join_deadline)
         return Bridge(
             members,
@@ -84,6 +89,8 @@ class Ranks:
             vocab_size=vocab_size,
             results=results,
             deadline=self._options.deadline,
+            aux_width=aux_width,
+            pool=pool,
             transport=self._options.transport,
         )
 

@@ -1,0 +1,216 @@
+"""The worker with a dedicated drafter: a process of its own drafts, in the host's KV slots, and may end at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, SupportsIndex
+
+import pytest
+import torch
+from fake_engine_host import Host, Request, made_host
+from fake_engine_parts import Setting, TreeMaskMode
+
+from eaglex import reference
+
+OPTIONS = {"placement": "dedicated", "drafter_deadline": 20.0}
+SETTINGS = {
+    "chain": Setting(options=OPTIONS),
+    "chain, no overlap": Setting(overlap=False, options=OPTIONS),
+    "chain, prompts in pieces": Setting(max_rows=1, options=OPTIONS),
+    "tree": Setting(topk=3, steps=3, nodes=9, mask=TreeMaskMode.QLEN_ONLY, options=OPTIONS),
+}
+
+
+@contextlib.contextmanager
+def started(setting: Setting, seed: int) -> Iterator[Host]:
+    """A host whose drafter ends with it."""
+    with made_host(setting, seed) as host:
+        try:
+            yield host
+        finally:
+            host.worker._draft_worker.process.close()
+
+
+def played(host: Host, turns: int = 20) -> None:
+    for _ in range(turns):
+        host.step()
+
+
+@pytest.mark.parametrize(
+    "name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if name != "chain")]
+)
+def test_every_verification_is_given_the_reference_draft(name: str) -> None:
+    """Prefixes are shared, slots and KV slots used again; nothing of the draft is in this process."""
+    with started(SETTINGS[name], len(name)) as host:
+        draft = host.worker._draft_worker
+        assert type(draft).__name__ == "DedicatedDraft"
+        assert not hasattr(draft, "draft_k")
+        played(host)
+        assert host.started > host.setting.slots, "slots were not used again"
+        assert host.drafted > host.verified / 2, "most requests were verified without a draft"
+        assert set(draft.counters().values()) == {0}
+
+
+def test_a_row_that_the_host_rewrites_is_sent_again() -> None:
+    """Of two requests with one prompt the second gets the first one's KV slots, and a third those that it had."""
+    with started(Setting(options=OPTIONS), 2) as host:
+        state = host.random.get_state(), host.choose.getstate()
+        first, second = (alone(host, state) for _ in range(2))
+        assert first.prompt == second.prompt
+        assert not set(first.kv) & set(second.kv)
+        host.decode([])
+        count = len(first.prompt)
+        given_back, second.kv[:count] = second.kv[:count], first.kv[:count]
+        host.pool.write((second.slot, slice(0, count)), torch.tensor(second.kv[:count], dtype=torch.int32))
+        host.free_kv = Stack(host.free_kv + given_back)
+        third = alone(host, None)
+        assert set(third.kv[: third.length]) & set(given_back)
+        drafted = host.drafted
+        for _ in range(3):
+            host.decode([])
+        assert host.drafted == drafted + 9
+
+
+class Stack(list[int]):
+    """What was given back last is dealt next, whatever is asked for."""
+
+    def pop(self, index: SupportsIndex = -1) -> int:
+        return super().pop()
+
+
+def alone(host: Host, state: tuple[torch.Tensor, object] | None) -> Request:
+    """A prompt, whole and by itself, drawn from this state."""
+    if state is not None:
+        host.random.set_state(state[0])
+        host.choose.setstate(state[1])
+    before = list(host.running)
+    host.prefill(1)
+    (request,) = (one for one in host.running if one not in before)
+    while request.unfinished:
+        host.prefill(0)
+    return request
+
+
+def comes_back(draft: Any, drafters: int) -> None:
+    """Wait until so many processes have joined."""
+    until = time.monotonic() + 60
+    while draft.client._bridge.generation() < drafters:
+        assert time.monotonic() < until
+        draft.process.keep()
+        time.sleep(0.02)
+
+
+def settled(host: Host, *, drafts: bool) -> None:
+    """Verify what runs; without `drafts` each request is to be verified by its root alone."""
+    if not drafts:
+        for request in host.running:
+            request.expected = reference.Draft.none()
+    host.decode([])
+
+
+@pytest.mark.slow
+def test_a_drafter_that_is_killed_costs_no_token_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of requests that run are missed: they go without; those that begin when it is back are drafted for."""
+    with started(Setting(overlap=False, options=OPTIONS), 4) as host:  # drafts are there when a forward returns
+        draft = host.worker._draft_worker
+        alone(host, None)
+        settled(host, drafts=True)
+        settled(host, drafts=True)
+        assert host.drafted == 2
+        # what has been drafted already is still there for the next verification
+        os.kill(draft.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, draft.process.pid, os.WEXITED | os.WNOWAIT)
+        settled(host, drafts=True)
+        host.worker._stream.join()
+        for _ in range(3):
+            settled(host, drafts=False)
+        assert draft.counters()["gone"] == 1
+        assert sum("fell out of use" in record.message for record in caplog.records) == 1
+        comes_back(draft, 2)
+        settled(host, drafts=False)  # rank 0 hears of its successor, which rests
+        time.sleep(1.1)
+        settled(host, drafts=False)
+        old, drafted = list(host.running), host.drafted
+        alone(host, None)
+        for _ in range(3):
+            for request in old:
+                request.expected = reference.Draft.none()
+            host.decode([])
+        assert host.drafted == drafted + 3
+        assert draft.counters()["returns"] == 1
+
+
+@pytest.mark.slow
+def test_a_schedule_goes_on_when_the_drafter_is_killed_again_and_again() -> None:
+    """Whatever is drafted for is verified; what the target says does not depend on it."""
+    with started(Setting(options=OPTIONS), 9) as host:
+        draft = host.worker._draft_worker
+        played(host, 4)
+        tolerant = Tolerant(host)
+        for drafters in (1, 2):
+            comes_back(draft, drafters)
+            host.step()
+            time.sleep(1.1)  # it rests
+            before = host.drafted
+            for turn in range(16):
+                if turn == 10:
+                    tolerant.loose |= {request.number for request in host.running if request.unfinished}
+                    os.kill(draft.process.pid, signal.SIGKILL)
+                    os.waitid(os.P_PID, draft.process.pid, os.WEXITED | os.WNOWAIT)
+                host.step()
+            assert host.drafted > before
+            assert draft.counters()["gone"] == drafters
+
+
+class Tolerant:
+    """In front of the host's check: a request may go without a draft, and one whose first tokens' rows the drafter may
+    have missed, those of a prefix or of a prompt in pieces, may have another one than the reference's.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.loose = host, set[int]()
+        self._verify, self._join = host.verify, host.join
+        host.verify, host.join = self.verify, self.join  # type: ignore[method-assign]
+
+    def join(self) -> Request:
+        request = self._join()
+        if request.length:
+            self.loose.add(request.number)
+        return request
+
+    def verify(self, batch: Any, **given: Any) -> Any:
+        nodes = self.host.setting.nodes
+        made = batch.spec_info.draft_token.view(-1, nodes)
+        for place, request in enumerate(batch.reqs):
+            root = reference.tree(reference.Draft.none(), request.bonus, request.length, nodes)
+            if made[place].tolist() == root.draft_tokens.tolist():
+                request.expected = reference.Draft.none()
+            elif request.number in self.loose:
+                chain = torch.arange(nodes - 1)
+                request.expected = reference.Draft(made[place, 1:], chain, chain * 0.0)
+        return self._verify(batch, **given)
+
+
+def test_it_charges_nothing_and_refuses_what_it_cannot_do() -> None:
+    with started(Setting(options=OPTIONS), 1) as host:
+        assert host.worker._draft_worker.kv_bytes_per_token == 0
+    from eaglex.hosts.sglang import engine_arguments, options
+
+    plain = {"device": "cpu", "speculative_adaptive": False}
+    refuse = engine_arguments._refuse_dedicated
+    refuse(SimpleNamespace(**plain), options.Options())
+    wrong: list[tuple[str, dict[str, object], str]] = [
+        ("device='cuda'", {"device": "cuda"}, "{}"),
+        ("speculative_adaptive", {"speculative_adaptive": True}, "{}"),
+        ("pausing", {}, '{"pausing": true}'),
+        ("hot_vocab", {}, '{"hot_vocab": "9"}'),
+        ("draft_quant 'auto'", {}, '{"draft_quant": "auto"}'),
+    ]
+    for named, changed, chosen in wrong:
+        with pytest.raises(ValueError, match=named):
+            refuse(SimpleNamespace(**(plain | changed)), options.read({options.VARIABLE: chosen}))
