@@ -8,9 +8,10 @@
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
-(default 300); GPU of the engines on one (0); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves
-the comparison worker out, HOST_CASES names the cases that it serves. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of
+it (default 300); GPU of the engines on one (0); PORT of the first (22000); WAIT_FOR, a file that is waited for
+before they serve; NO_HOST=1 leaves the comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases
+that it serves. Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
@@ -43,6 +44,7 @@ CASES = (
     "chain, mixed sampling", "chain, adaptive", "chain, structured", "tree, structured", "chain, memory saver",
 )  # fmt: skip
 GPU = os.environ.get("GPU", "0")  # of the engines on one
+PORT = int(os.environ.get("PORT", "22000"))
 STOCK, HOST, ENGINE = ALL_LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
 NONE = "none"  # no speculation
 # The engine with a draft of fewer bits, and the least part of EAGLE3's accept length that it keeps (docs/precision.md).
@@ -60,7 +62,7 @@ def lanes_of(name: str) -> tuple[str, ...]:
     if has(name, ALONE):
         return (ENGINE,)
     if "many prompts" in name:
-        return (STOCK, ENGINE, *FEWER_BITS, NONE)
+        return (STOCK, ENGINE, *FEWER_BITS, *(() if os.environ.get("NO_NONE") else (NONE,)))
     if "adaptive" in name:
         return (STOCK, ENGINE, NONE)
     if name in CONTROLLED:
@@ -210,7 +212,7 @@ class Plan:
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
             devices = "0,1" if gpus_of(name) > 1 else GPU
-            self.served[name, lane] = Process(arguments, result, devices, 22000 + 7 * number, environment)
+            self.served[name, lane] = Process(arguments, result, devices, PORT + 7 * number, environment)
 
     def left(self) -> float:
         return max(1.0, float(os.environ.get("SECONDS", 300)) - (time.monotonic() - self.started))

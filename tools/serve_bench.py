@@ -14,11 +14,12 @@ More engines can be asked for: `pausing`, eaglex with pausing on where nothing i
 `none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `eagle3-fp8`, SGLang's own draft quantised by SGLang;
 `socket`, SGLang's own draft run by eaglex's first worker.
 
-Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two),
-ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
-(1), NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an engine
-finds free for its weights and pool, ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter.
-Exit status 1: an engine is missing.
+Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
+"eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
+them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
+engine finds free for its weights and pool, ROUNDS (3) at most, no other one begun that would not end within
+ROUND_SECONDS of the first one's begin, SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter. Exit status
+1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -73,9 +74,10 @@ def process_of(name: str, out: Path, number: int) -> Process:
     if name in OWN:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
-    devices = ",".join(map(str, range(int(os.environ.get("TP", "1")))))
+    first = int(os.environ.get("GPU", "0"))
+    devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")))))
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
-    if devices != "0":  # the host refuses to start where other engines hold unequal parts of the two
+    if "," in devices:  # the host refuses to start where other engines hold unequal parts of the two
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     return Process(["serve", name, str(result)], result, devices, port, environment)
 
@@ -175,7 +177,11 @@ def run(out: Path) -> int:
         gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
         if gate:
             until(lambda: Path(gate).exists(), left())
+        first = time.monotonic()
         for number in range(int(os.environ.get("ROUNDS", "3"))):
+            taken = (time.monotonic() - first) / max(number, 1)
+            if (number + 1) * taken > float(os.environ.get("ROUND_SECONDS", 3600)):
+                break
             for name, process in processes.items():
                 if not process.has(".ready") or process.over:
                     continue

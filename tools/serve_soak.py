@@ -13,13 +13,15 @@ requests are among them and answers are not compared; then all greedy ones are a
 A wrong answer, an error, an answer later than PATIENCE (60) seconds, a server that has died, a failed memory check,
 requests left over at the end, and drafts that could not be made: each is a failure, and the exit status is 1.
 
-Environment: SECONDS of traffic (120), CLIENTS (12), PORT (24100), UP (150) seconds to come up in, PATIENCE (60).
+Environment: SECONDS of traffic (120), less where all of it is to end by END_BY (seconds since the epoch), CLIENTS
+(12), PORT (24100), UP (150) seconds to come up in, PATIENCE (60).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -209,6 +211,7 @@ def soak(server: Any, traffic: Traffic, *, clients: int, seconds: float) -> dict
     report: dict[str, Any] = {}
     try:
         traffic.learn()
+        seconds = min(seconds, setting("END_BY", math.inf) - time.time() - 2.5 * (time.monotonic() - started) - 5)
         completion = client.post("/v1/completions", {"model": "x", "prompt": "def ", "max_tokens": 8, "temperature": 0})
         report["completion"] = completion["choices"][0]["text"]
         traffic.run(clients, seconds * 2 / 3, exact=True)

@@ -54,7 +54,7 @@ ADAPTIVE = {"1": {"candidate_steps": [5]}, "4": {"candidate_steps": [0, 1, 5]}, 
 COMMON: dict[str, Any] = {
     "enable_deterministic_inference": True, "context_length": 2048, "chunked_prefill_size": 256,
     "max_total_tokens": 60000, "max_running_requests": 24, "cuda_graph_max_bs_decode": 16,
-    "mem_fraction_static": 0.7, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
+    "mem_fraction_static": 0.9, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
 }  # fmt: skip
 # Ways in which weights change, one pass after each: the same again, another embedding, and the first one again.
 UPDATES = ("disk", "tensor", "distributed")
