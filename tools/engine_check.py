@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from socket_check import Process, about, serve_all, until
+from socket_check import Process, about, end_in_order, serve_all, until
 from socket_parts import cases as socket_cases
 from socket_parts.cases import PENALTIES, UPDATES, compared, environment_of, gpus_of, has, repeated
 from socket_parts.engine import write
@@ -280,6 +280,7 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
 
 
 def run(pair: Path, prompts: Path, out: Path) -> int:
+    end_in_order()
     out.mkdir(parents=True, exist_ok=True)
     names = os.environ["CASES"].split("; ") if os.environ.get("CASES") else list(CASES)
     unknown = [name for name in names if name not in socket_cases.CASES]

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import socket_check
 from serve_parts.engine import batches, one, speculation
-from socket_check import Process, about, until
+from socket_check import Process, about, end_in_order, until
 from socket_parts.engine import write
 
 OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
@@ -151,6 +151,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def run(out: Path) -> int:
+    end_in_order()
     out.mkdir(parents=True, exist_ok=True)
     names = [name.strip() for name in os.environ.get("ENGINES", "eaglex; eagle3; none").split(";")]
     unknown = [name for name in names if name not in ENGINES]

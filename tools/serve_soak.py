@@ -35,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from serve_parts.client import Client, Failed
+from socket_check import end_in_order
 from socket_parts.engine import write
 
 FLAGS = """
@@ -237,6 +238,7 @@ def soak(server: Any, traffic: Traffic, *, clients: int, seconds: float) -> dict
 def main() -> int:
     if len(sys.argv) < 4:
         sys.exit(__doc__)
+    end_in_order()
     pair, prompts, out = (Path(part) for part in sys.argv[1:4])
     out.mkdir(parents=True, exist_ok=True)
     import numpy
