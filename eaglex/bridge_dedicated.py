@@ -29,6 +29,7 @@ from eaglex.engine import (
     current_stream,
 )
 from eaglex.errors import DeviceError, EaglexError, first_line
+from eaglex.repeated import RepeatedAsk
 
 _log = logging.getLogger(__name__)
 
@@ -207,8 +208,10 @@ class RelayClient(_Client):
         new_lens: Sequence[int] = (),
         begins: Sequence[bool] = (),
         rewritten: Sequence[bool] = (),
+        stream: int | None = None,
     ) -> bool:
-        """One cycle on the current stream: rows out, and at the deadline at the latest drafts, or none, in the results.
+        """One cycle on `stream` (a cudaStream_t as int, by default torch's current one): rows out, and at the deadline
+        at the latest drafts, or none, in the results.
 
         The batch is on the device; slots and lengths are what the host knows of it: before these rows, and with them.
         False where nobody was asked and nothing was enqueued. Requests whose earlier rows the drafter has not all seen
@@ -217,15 +220,25 @@ class RelayClient(_Client):
         With a HostPool no lengths are needed. `begins` [B] is as in DrafterClient.draft; such a request's row of the
         host's table travels up to its length before these rows, and so does that of one that `rewritten` [B] names.
         """
-        stream = current_stream(self._bridge.device)
+        if stream is None:
+            stream = current_stream(self._bridge.device)
         fields = _fields(batch)
         filled = _fill(self._binary.BatchTensors(), **fields)
-        flags = {"begins": [int(flag) for flag in begins], "rewritten": [int(flag) for flag in rewritten]}
-        lanes = {"slots": list(slots), "seq_lens": list(seq_lens), "new_lens": list(new_lens), **flags}
+        lanes = {"seq_lens": seq_lens, "new_lens": new_lens, "begins": begins, "rewritten": rewritten}
         try:
-            return bool(self._client.draft(filled, self._results, **lanes, stream=stream))
+            return self._ask(filled, slots, stream, **lanes)
         finally:
             self._bridge._inputs.keep(tuple(fields.values()), stream)
+
+    def repeated(self, batch: DraftBatch) -> RepeatedAsk:
+        """`draft` of verifications of this one's shape, at less CPU time; with a HostPool. The caller keeps what it
+        gives alive until it has run.
+        """
+        filled = _fill(self._binary.BatchTensors(), **_fields(batch))
+        return RepeatedAsk(self._ask, filled, (batch.row_start, batch.draft_from))
+
+    def _ask(self, filled: Any, slots: Sequence[int], stream: int, **lanes: Sequence[int]) -> bool:
+        return bool(self._client.draft(filled, self._results, slots=slots, **lanes, stream=stream))
 
 
 class RelayServer:

@@ -8,7 +8,7 @@ told apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +39,33 @@ class RepeatedRun:
         return self._again(
             self._filled, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc, stream
         )
+
+
+class RepeatedAsk:
+    """`RelayClient.draft` of verifications of one shape, as RepeatedRun. Made by `RelayClient.repeated`."""
+
+    def __init__(self, ask: Callable[..., bool], filled: Any, constant: object) -> None:
+        self._ask, self._filled, self._constant = ask, filled, constant
+
+    def __call__(
+        self,
+        aux_hidden_states: Tensor,
+        input_ids: Tensor,
+        num_valid: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        out_cache_loc: Tensor,
+        *,
+        slots: Sequence[int],
+        rewritten: Sequence[bool],
+        stream: int,
+    ) -> bool | None:
+        """As `RelayClient.draft`, no prompts among these; None, with nothing done, where they are of another shape."""
+        filled = self._filled
+        if not filled.move(aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc):
+            return None
+        lanes = {"seq_lens": (), "new_lens": (), "begins": (False,) * len(slots), "rewritten": rewritten}
+        return self._ask(filled, slots, stream, **lanes)
 
 
 class RepeatedLanes:

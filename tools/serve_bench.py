@@ -11,7 +11,8 @@ work at a time; a figure is the median over the rounds. The others are stopped m
 spins, and ten of them made the one at work up to 1.6 times slower on 16 cores.
 
 More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
-`none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `eagle3-fp8`, SGLang's own draft quantised by SGLang;
+`none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `dedicated`, eaglex with its draft on a further GPU;
+`eagle3-fp8`, SGLang's own draft quantised by SGLang;
 `socket`, SGLang's own draft run by eaglex's first worker.
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
@@ -49,6 +50,7 @@ OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
     "pausing": {"drafter": "engine", "pausing": True},
     "fp8": {"drafter": "engine", "draft_quant": "fp8"},
     "int4": {"drafter": "engine", "draft_quant": "int4"},
+    "dedicated": {"drafter": "engine", "placement": "dedicated"},
     "socket": {"drafter": "host"},
 }
 ENGINES = ("eagle3", "eagle3-fp8", "none", *OWN)
@@ -75,7 +77,7 @@ def process_of(name: str, out: Path, number: int) -> Process:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
     first = int(os.environ.get("GPU", "0"))
-    devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")))))
+    devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")) + (name == "dedicated"))))
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
     if "," in devices:  # the host refuses to start where other engines hold unequal parts of the two
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
@@ -106,7 +108,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
         rows.append({
             "engine": name,
             "tp": int(os.environ.get("TP", "1")),
-            "placement": chosen.get("placement", "rank0") if name in OWN else None,
+            "placement": OWN[name].get("placement") or chosen.get("placement", "rank0") if name in OWN else None,
             "precision": "fp8" if name == "eagle3-fp8"
             else OWN.get(name, {}).get("draft_quant") or chosen.get("draft_quant", "bf16"),
             "p2p": os.environ.get("NCCL_P2P_DISABLE") != "1",

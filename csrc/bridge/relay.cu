@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kExported = std::size_t{2} << 20;  // an exported allocation gets a block of its own
 constexpr std::chrono::seconds kRowsDeadline{10};  // rank 0's stream may have the target's forward in front of them
-constexpr std::chrono::seconds kPatience{2};       // of a host, beyond its device's deadline
+constexpr std::chrono::seconds kPatience{2};       // of the drafter's device, for room in rank 0's inbox
 constexpr std::uint32_t kHello = 2;                // in place of ReplyHeader::failed
 
 struct Announcement {
@@ -176,7 +176,7 @@ bool DeviceRelayClient::joined() {
 void DeviceRelayClient::settle() {
   if (link_.state() != DrafterLink::State::kDrafting) return;
   const volatile RelayOutcome& now = *outcome_;
-  const Time latest = Clock::now() + timing_.deadline + kPatience;
+  const Time latest = Clock::now() + timing_.deadline + kRowsDeadline;  // a long forward may be in front of it
   while (now.epoch < epoch_) {
     if (group_.gone(group_.drafter())) return link_.left(Clock::now());
     if (Clock::now() > latest) return link_.expired(Clock::now());

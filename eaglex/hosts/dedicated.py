@@ -39,6 +39,11 @@ class DedicatedPlan:
         return target.type == "cuda" and self.device.startswith("cuda") and transport != "shm"
 
 
+def command_of(job: str) -> list[str]:
+    """The command line of a drafter with this job (eaglex.drafter.Job, as JSON)."""
+    return [sys.executable, "-m", "eaglex.drafter", job]
+
+
 class DrafterProcess:
     """Keeps a process alive that `command(invitation)` starts."""
 
@@ -94,7 +99,7 @@ class DedicatedSlots(SharedSlots):
         kind: type[DrafterClient | RelayClient] = RelayClient if link.relay else DrafterClient
         self.client = kind(self._bridge, config, plan.options)
         job = plan.job(self.client.invitation(), link.limits, max_length)
-        self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", job])
+        self.process = DrafterProcess(command_of(job))
         with contextlib.ExitStack() as undo:
             undo.callback(self.process.close)
             with link.team.members.step("drafter"):

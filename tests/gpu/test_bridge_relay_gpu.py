@@ -20,6 +20,14 @@ def test_ranks_agree_whatever_becomes_of_the_drafter(case, where, tmp_path):
     relay_faults.check(case, tmp_path, device="cuda", shared_device=where == ONE)
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("case", ["well", "killed-drafting", "stopped-resting", "late", "failing"])
+def test_a_drafter_in_the_hosts_kv_slots(case, where, tmp_path):
+    """It forgets its table before each request: rows of the host's, and the rows' own KV slots, are all it has."""
+    needs(where)
+    relay_faults.check(case, tmp_path, device="cuda", shared_device=where == ONE, pooled=True)
+
+
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("transport", ["p2p", "mailbox", "nccl", "shm"])

@@ -30,12 +30,14 @@ from fake_engine_parts import (
     Batch,
     DraftInput,
     EagleVerifyInput,
+    ForwardBatch,
     PoolConfigurator,
     ReqToTokenPool,
     Setting,
     TargetWorker,
     TreeMaskMode,
     WeightUpdater,
+    sampling,
 )
 from fake_host import LOG, Mode, PoolConfig, Result
 from torch import Tensor
@@ -48,6 +50,17 @@ MODULES = tuple(
     f"eaglex.hosts.sglang.{name}"
     for name in ("draft_side", "engine_draft", "dedicated_draft", "follower_draft", "engine_worker")
 )
+
+
+@dataclass
+class DecodeResult(Result):
+    """The fields of the host's result that a decode sets beside those."""
+
+    can_run_cuda_graph: bool = False
+    speculative_num_draft_tokens: int | None = None
+    routed_experts_output: Any = None
+    indexer_topk_output: Any = None
+    extra_keep_alive_refs: list[Any] | None = None
 
 
 @dataclass
@@ -76,7 +89,7 @@ class Host:
         self.random = torch.Generator().manual_seed(seed)
         loaded = checkpoint.load(setting.draft, target=setting.target, max_positions=CONTEXT, dtype=setting.dtype)
         self.config, self.weights = loaded.config, loaded.weights
-        self.table = torch.zeros((setting.slots + 1, CONTEXT + 40), dtype=torch.int32)
+        self.table = torch.zeros((setting.slots + 1, CONTEXT + 40), dtype=torch.int32, device=setting.device)
         self.pool = ReqToTokenPool(self.table, setting.slots)
         self.free_slots = list(range(1, setting.slots + 1))
         self.free_kv = list(range(1, setting.pool))
@@ -85,6 +98,9 @@ class Host:
         self.leaving: list[Request] = []
         self.started = self.verified = self.drafted = 0
         self.widths: dict[int, int] = {}  # verifications by their steps
+        self.decodes: dict[str, int] = {}  # forwards without drafts, by how their tokens were chosen
+        self.last_batch: tuple[list[Request], Tensor] | None = None  # as the host keeps it from decode to decode
+        self.aux_of_graphs: Tensor | None = None  # what the last decode's graph wrote, and the next one's overwrites
         self.unprocessed: list[list[int]] = []  # accepted drafts of verifications whose results are on their way
         self.worker: Any = None
         self.worker_target: Any = None
@@ -93,6 +109,10 @@ class Host:
 
     def aux(self, rows: int) -> Tensor:
         return torch.randn((rows, self.config.aux_width), generator=self.random).to(self.setting.dtype)
+
+    def there(self, values: list[int] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """On the target's device."""
+        return torch.as_tensor(values, dtype=dtype).to(self.setting.device)
 
     def token(self) -> int:
         return self.choose.randrange(self.config.vocab_size)
@@ -174,15 +194,15 @@ class Host:
         if chunked is not None:
             first[-1] = BAD  # sampled from the middle of a prompt: nobody's business
         batch = Batch(
-            list(joining), torch.tensor([request.slot for request in joining]),
-            torch.tensor([p + n for p, n in zip(prefixes, lengths, strict=True)]), Mode.EXTEND,
-            input_ids=torch.tensor(ids), out_cache_loc=torch.tensor(places), extend_lens=lengths, prefix_lens=prefixes,
+            list(joining), self.there([request.slot for request in joining]),
+            self.there([p + n for p, n in zip(prefixes, lengths, strict=True)]), Mode.EXTEND,
+            input_ids=self.there(ids), out_cache_loc=self.there(places), extend_lens=lengths, prefix_lens=prefixes,
         )  # fmt: skip
         if chunked is not None:
             batch.chunked_req = chunked
             batch.chunked_req_next_prompt_token = chunked.prompt[prefixes[-1] + lengths[-1]]
         self.worker.target_worker.answer = Result(
-            logits_output=SimpleNamespace(hidden_states=aux), next_token_ids=torch.tensor(first)
+            logits_output=SimpleNamespace(hidden_states=self.there(aux, aux.dtype)), next_token_ids=self.there(first)
         )
         result = self.forward(batch)
         assert result.new_seq_lens.tolist() == batch.seq_lens.tolist()
@@ -204,13 +224,19 @@ class Host:
         if not batch_of:
             return
         self.choose.shuffle(batch_of)
+        slots = self.there([request.slot for request in batch_of])
+        if self.last_batch is not None and set(map(id, batch_of)) == set(map(id, self.last_batch[0])):
+            batch_of, slots = self.last_batch
+        self.last_batch = (batch_of, slots)
         for request in batch_of:
             self.reserve(request, request.length + self.setting.nodes)
         lengths = [request.length for request in batch_of]
+        on_cpu = self.choose.random() < 0.5
         batch = Batch(
-            list(batch_of), torch.tensor([request.slot for request in batch_of]), torch.tensor(lengths),
-            spec_info=DraftInput(bonus_tokens=torch.tensor([request.bonus for request in batch_of], dtype=torch.int32)),
-            seq_lens_sum=self.choose.choice((None, sum(lengths))),
+            list(batch_of), slots, self.there(lengths),
+            spec_info=DraftInput(bonus_tokens=self.there([request.bonus for request in batch_of], torch.int32)),
+            seq_lens_sum=sum(lengths) if on_cpu else None, seq_lens_cpu=torch.tensor(lengths) if on_cpu else None,
+            sampling_info=sampling(greedy=self.choose.random() < 0.7), return_logprob=self.choose.random() < 0.2,
         )  # fmt: skip
         self.unprocessed.append([request.length for request in batch_of])
         result = self.forward(batch)
@@ -219,9 +245,98 @@ class Host:
             correct = self.unprocessed.pop(0)
             self.worker.on_verify_complete_cpu(correct, batch_size=len(correct))
 
+    # ---- without drafts ----------------------------------------------------------------------------------------------
+
+    def cache_locs(
+        self, *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, batch_size: int,
+        draft_token_num: int, device: Any,
+    ) -> Tensor:  # fmt: skip
+        assert (batch_size, draft_token_num) == (len(start_offset), 1)
+        return req_to_token[req_pool_indices, start_offset].to(torch.int64)
+
+    def decoded(self, made: Any) -> Any:
+        """The target's decode: check what it is given, then choose a token for each request.
+
+        Its hidden states are the graph's output: one memory, written again by the next decode.
+        """
+        requests: list[Request] = made.batch.reqs
+        runner = self.worker.target_worker.model_runner
+        assert runner.attn_backend.nodes == runner.context.spec.nodes == 1
+        assert runner.decode_cuda_graph_runner is None or runner.decode_cuda_graph_runner.mode is Mode.DECODE
+        assert (made.forward_mode, made.spec_info) == (Mode.DECODE, None)
+        assert made.input_ids.tolist() == [request.bonus for request in requests]
+        lengths = [request.length + 1 for request in requests]
+        assert made.seq_lens.tolist() == lengths
+        assert made.seq_lens_cpu is None or made.seq_lens_cpu.tolist() == lengths
+        assert made.seq_lens_sum is None or made.seq_lens_sum == sum(lengths)
+        assert made.out_cache_loc.tolist() == [request.kv[request.length] for request in requests]
+        assert made.batch.seq_lens.tolist() == [request.length for request in requests], "sampling takes those before"
+        aux = self.aux(len(requests))
+        if self.aux_of_graphs is None:
+            self.aux_of_graphs = torch.empty((self.setting.slots + 1, self.config.aux_width), dtype=self.setting.dtype)
+        self.aux_of_graphs.fill_(math.nan)
+        self.aux_of_graphs[: len(requests)] = aux
+        logits = torch.zeros((len(requests), self.config.vocab_size))
+        for place, request in enumerate(requests):
+            request.bonus = self.token()
+            logits[place, request.bonus] = 1
+            self.extended(request, aux[place : place + 1], [request.bonus])
+        self.widths[0] = self.widths.get(0, 0) + 1
+        self.verified += len(requests)
+        output = SimpleNamespace(next_token_logits=logits, hidden_states=self.aux_of_graphs[: len(requests)])
+        return SimpleNamespace(
+            logits_output=output, can_run_cuda_graph=self.setting.graphs, routed_experts_output=None,
+            indexer_topk_output=None,
+        )  # fmt: skip
+
+    def sample(self, verify_input: Any, batch: Batch, output: Any) -> tuple[Tensor, None, None]:
+        """The host's sampling over roots, which draws what the target wants most."""
+        bonus = verify_input.draft_token.tolist()
+        count = len(batch.reqs)
+        assert (verify_input.spec_steps, verify_input.draft_token_num, len(bonus)) == (0, 1, count)
+        assert verify_input.retrieve_index.tolist() == [[place] for place in range(count)]
+        assert (
+            verify_input.retrieve_next_token.tolist() == verify_input.retrieve_next_sibling.tolist() == [[-1]] * count
+        )
+        self.decodes["sampled"] = self.decodes.get("sampled", 0) + 1
+        return output.next_token_logits.argmax(-1).to(torch.int32), None, None
+
+    def verify_roots(self, batch: Batch, **given: Any) -> Result:
+        """The host's verification of roots, over a target that decodes what it has prepared."""
+        assert batch.return_logprob
+        self.decodes["verified"] = self.decodes.get("verified", 0) + 1
+        made, target = batch.spec_info, given["target_worker"]
+        assert target.model_runner.decode_cuda_graph_runner is None, "the host would prepare for it"
+        assert (made.spec_steps, made.draft_token_num, given["num_draft_tokens"]) == (0, 1, 1)
+        assert made.draft_token.tolist() == [request.bonus for request in batch.reqs]
+        assert made.positions.tolist() == [request.length for request in batch.reqs]
+        batch.out_cache_loc = self.cache_locs(
+            req_pool_indices=batch.req_pool_indices, req_to_token=self.table, start_offset=batch.seq_lens,
+            batch_size=len(batch.reqs), draft_token_num=1, device="cpu",
+        )  # fmt: skip
+        batch.forward_mode, batch.input_ids = Mode.TARGET_VERIFY, made.draft_token
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            target.model_runner,
+            capture_hidden_mode=fake_host.Hidden.FULL,
+            return_hidden_states_before_norm=False,
+        )
+        done = target.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        predict = done.logits_output.next_token_logits.argmax(-1).to(torch.int32)
+        accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32)
+        return Result(
+            logits_output=done.logits_output, next_token_ids=predict, accept_lens=accept_lens,
+            new_seq_lens=batch.seq_lens + accept_lens, next_draft_input=DraftInput(bonus_tokens=predict),
+        )  # fmt: skip
+
+    # ---- with drafts -------------------------------------------------------------------------------------------------
+
     def verify(self, batch: Batch, **given: Any) -> Result:
         """The host's verification: check what the worker made, then accept a random path of each tree."""
         LOG.append(f"verify on {fake_host.Stream.current.name}")
+        if given["num_steps"] == 0:
+            return self.verify_roots(batch, **given)
+        assert given["target_worker"] is self.worker_target
         assert given["topk"] == self.setting.topk
         made, nodes, steps = batch.spec_info, given["num_draft_tokens"], given["num_steps"]
         whole = steps == self.setting.steps
@@ -265,13 +380,13 @@ class Host:
             self.extended(request, aux, following)
             counts.append(len(path))
             bonus.append(request.bonus)
-        accept_lens = torch.tensor(counts, dtype=torch.int32)
+        accept_lens, hidden = self.there(counts, torch.int32), self.there(hidden, hidden.dtype)
         return Result(
             logits_output=SimpleNamespace(hidden_states=hidden.view(-1, self.config.aux_width)),
-            next_token_ids=predict.view(-1),
+            next_token_ids=self.there(predict.view(-1), torch.int32),
             accept_lens=accept_lens,
             new_seq_lens=batch.seq_lens + accept_lens,
-            next_draft_input=DraftInput(bonus_tokens=torch.tensor(bonus, dtype=torch.int32)),
+            next_draft_input=DraftInput(bonus_tokens=self.there(bonus, torch.int32)),
         )
 
     def check_mask(self, mask: Tensor, trees: list[reference.VerifyTree], lengths: list[int]) -> None:
@@ -283,7 +398,7 @@ class Host:
             wanted = torch.stack([tree.mask for tree in trees]).flatten()
         else:
             wanted, mask = reference.packed_mask(trees).flatten(), mask.view(torch.uint8)
-        assert torch.equal(mask.flatten()[: len(wanted)], wanted)
+        assert torch.equal(mask.flatten()[: len(wanted)].cpu(), wanted)
         if kept is not None and self.setting.mask_fits:
             assert mask.data_ptr() == self.worker.target_worker.model_runner.attn_backend.verify_mask.buffer.data_ptr()
 
@@ -307,7 +422,8 @@ class Host:
 
 def server_args(setting: Setting) -> Any:
     return SimpleNamespace(
-        device="cpu", speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
+        device=setting.device, base_gpu_id=0, gpu_id_step=1, tp_size=1,
+        speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
         speculative_eagle_topk=setting.topk, speculative_num_draft_tokens=setting.nodes,
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
         model_path=str(setting.target), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
@@ -333,6 +449,9 @@ def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size
     symbols = fake_host.SYMBOLS | {
         "BaseSpecWorker": BaseSpecWorker, "EagleVerifyInput": EagleVerifyInput, "EagleDraftInput": DraftInput,
         "run_eagle_verify": lambda batch, **given: host.verify(batch, **given),
+        "ForwardBatch": ForwardBatch, "GenerationBatchResult": DecodeResult,
+        "assign_extend_cache_locs_uniform_func": lambda **given: host.cache_locs(**given),
+        "eagle_sample": lambda *given: host.sample(*given), "sanitize_nan_logits": lambda logits, said: None,
         "default_tree_mask_mode": lambda: TreeMaskMode.FULL_MASK, "mambaish_config": lambda config: None,
         "DefaultPoolConfigurator": type("Configurator", (PoolConfigurator,), dict(vars(PoolConfigurator))),
         "SchedulerWeightUpdaterManager": updater, "SpeculativeAlgorithm": Algorithm,
@@ -348,15 +467,17 @@ def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size
         chosen |= setting.options
         patch.setenv(options.VARIABLE, json.dumps(chosen))
         patch.setattr(break_even, "clock_of", lambda device: seconds_of)
-        for name, stand_in in {
+        stand_ins = {
             "Stream": fake_host.Stream, "Event": fake_host.Event, "stream": fake_host.OnStream,
             "current_stream": lambda: fake_host.Stream.current,
-        }.items():  # fmt: skip
+        }  # fmt: skip
+        for name, stand_in in stand_ins.items() if setting.device == "cpu" else ():
             patch.setattr(torch.cuda, name, stand_in)
         for name in MODULES:
             sys.modules.pop(name, None)
         try:
             host.worker_target = target = TargetWorker(setting, rank, size)
+            target.decoded = host.decoded
             made = importlib.import_module(MODULES[-1]).EaglexEngineWorker(
                 server_args(setting), 0, SimpleNamespace(tp_rank=rank, tp_size=size), 0, target
             )

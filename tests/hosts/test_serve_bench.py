@@ -75,6 +75,7 @@ def test_an_engine_has_its_own_options(name: str, tmp_path: Path, monkeypatch: p
         "eaglex": {"drafter": "engine"}, "pausing": {"drafter": "engine", "pausing": True},
         "socket": {"drafter": "host"}, "fp8": {"drafter": "engine", "draft_quant": "fp8"},
         "int4": {"drafter": "engine", "draft_quant": "int4"},
+        "dedicated": {"drafter": "engine", "placement": "dedicated"},
     }.get(name)  # fmt: skip
     chosen = json.loads(found["EAGLEX_OPTIONS"]) if "EAGLEX_OPTIONS" in found else None
     assert chosen == (wanted | {"max_rows": 512} if wanted else None)

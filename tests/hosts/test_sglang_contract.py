@@ -218,6 +218,34 @@ def test_what_a_late_draft_reads_of_a_batch_is_replaced_not_changed(running_host
     assert changed.isdisjoint({(name, f"self.{kept}") for name in owner for kept in KEPT})
 
 
+def test_a_batch_has_its_slots_on_the_cpu_too(running_host: Path) -> None:
+    """What a dedicated drafter's requests are told apart by: `DedicatedDraft.begin`."""
+    owner = methods(class_def(running_host, "sglang.srt.managers.schedule_batch", "ScheduleBatch"))
+    for name in ("filter_batch", "merge_batch", "prepare_for_extend"):
+        text = ast.unparse(owner[name])
+        for place in ("req_pool_indices", "req_pool_indices_cpu"):
+            assert f"self.{place} = " in text, name
+
+
+def test_rows_of_the_table_are_rewritten_through_the_pool(running_host: Path) -> None:
+    """Why `Rewritten` sees what the radix cache does to a running request: a slot, and a slice that has an end."""
+    cache = class_def(running_host, "sglang.srt.mem_cache.radix_cache", "RadixCache")
+    writes = [
+        node.args[0]
+        for node in ast.walk(cache)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.req_to_token_pool.write"
+    ]
+    assert writes
+    for indices in writes:
+        assert isinstance(indices, ast.Tuple)
+        assert "req_pool_idx" in ast.unparse(indices.elts[0])
+        assert isinstance(indices.elts[1], ast.Call)
+        assert ast.unparse(indices.elts[1].func) == "slice"
+        assert len(indices.elts[1].args) == 2
+    stores = [node for node in ast.walk(cache) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
+    assert not [node for node in stores if "req_to_token" in ast.unparse(node.value)]
+
+
 def test_a_turn_ends_where_the_draft_is_enqueued(running_host: Path) -> None:
     """`hooks.at_the_end_of_a_turn`: called in every turn of the overlapped loop, after the last batch's results."""
     loop = methods(class_def(running_host, compat.SYMBOLS["Scheduler"], "Scheduler"))["event_loop_overlap"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, SupportsIndex
 
@@ -14,8 +17,13 @@ import pytest
 import torch
 from fake_engine_host import Host, Request, made_host
 from fake_engine_parts import Setting, TreeMaskMode
+from support import emulated
 
+import eaglex.bridge
+import eaglex.bridge_dedicated
+import eaglex.engine
 from eaglex import reference
+from eaglex.hosts import dedicated
 
 OPTIONS = {"placement": "dedicated", "drafter_deadline": 20.0}
 SETTINGS = {
@@ -27,13 +35,33 @@ SETTINGS = {
 
 
 @contextlib.contextmanager
-def started(setting: Setting, seed: int) -> Iterator[Host]:
+def started(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> Iterator[Host]:
     """A host whose drafter ends with it."""
-    with made_host(setting, seed) as host:
+    with made_host(setting, seed, rank, size) as host:
         try:
             yield host
         finally:
-            host.worker._draft_worker.process.close()
+            if rank == 0:
+                host.worker._draft_worker.process.close()
+
+
+@contextlib.contextmanager
+def between_gpus(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> Iterator[Host]:
+    """`started` on the emulated device: rows and drafts go from one device's memory to the other's."""
+    module = emulated.require()
+    with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
+        for part in (eaglex.bridge, eaglex.bridge_dedicated):
+            patch.setattr(part, "_extension", eaglex.engine._extension)
+        script = str(Path(emulated.__file__).with_name("emulated_drafter.py"))
+        folders = [str(emulated.ROOT), str(emulated.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        patch.setattr(dedicated, "command_of", lambda job: [sys.executable, script, str(module), job])
+        chosen = setting.options | {"transport": "p2p"}
+        with started(dataclasses.replace(setting, options=chosen), seed, rank, size) as host:
+            draft = host.worker._draft_worker
+            assert rank > 0 or type(draft.client).__name__ == "RelayClient"
+            host.worker._stream._handle = 0  # the stand-in's number is no stream of this device
+            yield host
 
 
 def played(host: Host, turns: int = 20) -> None:
@@ -47,13 +75,26 @@ def played(host: Host, turns: int = 20) -> None:
 def test_every_verification_is_given_the_reference_draft(name: str) -> None:
     """Prefixes are shared, slots and KV slots used again; nothing of the draft is in this process."""
     with started(SETTINGS[name], len(name)) as host:
-        draft = host.worker._draft_worker
-        assert type(draft).__name__ == "DedicatedDraft"
-        assert not hasattr(draft, "draft_k")
-        played(host)
-        assert host.started > host.setting.slots, "slots were not used again"
-        assert host.drafted > host.verified / 2, "most requests were verified without a draft"
-        assert set(draft.counters().values()) == {0}
+        follows(host)
+
+
+def follows(host: Host) -> None:
+    draft = host.worker._draft_worker
+    assert type(draft).__name__ == "DedicatedDraft"
+    assert not hasattr(draft, "draft_k")
+    played(host)
+    assert host.started > host.setting.slots, "slots were not used again"
+    assert host.drafted > host.verified / 2, "most requests were verified without a draft"
+    assert set(draft.counters().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain, prompts in pieces", "tree"))]
+)
+def test_rows_and_drafts_go_from_device_to_device(name: str) -> None:
+    with between_gpus(SETTINGS[name], len(name)) as host:
+        follows(host)
+        assert host.worker._draft_worker._repeated, "no verification was like one before"
 
 
 def test_a_row_that_the_host_rewrites_is_sent_again() -> None:
@@ -196,7 +237,7 @@ class Tolerant:
         return self._verify(batch, **given)
 
 
-def test_it_charges_nothing_and_refuses_what_it_cannot_do() -> None:
+def test_it_charges_nothing_and_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with started(Setting(options=OPTIONS), 1) as host:
         assert host.worker._draft_worker.kv_bytes_per_token == 0
     from eaglex.hosts.sglang import engine_arguments, options
@@ -204,8 +245,9 @@ def test_it_charges_nothing_and_refuses_what_it_cannot_do() -> None:
     plain = {"device": "cpu", "speculative_adaptive": False}
     refuse = engine_arguments._refuse_dedicated
     refuse(SimpleNamespace(**plain), options.Options())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     wrong: list[tuple[str, dict[str, object], str]] = [
-        ("device='cuda'", {"device": "cuda"}, "{}"),
+        ("a further one", {"device": "cuda", "base_gpu_id": 0, "gpu_id_step": 1, "tp_size": 1}, "{}"),
         ("speculative_adaptive", {"speculative_adaptive": True}, "{}"),
         ("pausing", {}, '{"pausing": true}'),
         ("hot_vocab", {}, '{"hot_vocab": "9"}'),

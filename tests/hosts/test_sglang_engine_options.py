@@ -29,6 +29,7 @@ def test_options_are_read() -> None:
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
         "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
         "draft_quant": "head=int4,mlp=fp8", "hot_vocab": "9:a.json", "drafter_deadline": 0.25,
+        "drafter_device": "cuda:3",
     }  # fmt: skip
     assert options.read({options.VARIABLE: json.dumps(written)}) == Options(
         drafter=Drafter.ENGINE,
@@ -42,6 +43,7 @@ def test_options_are_read() -> None:
         deadline=2.5,
         transport="nccl",
         drafter_deadline=0.25,
+        drafter_device="cuda:3",
         draft_quant=DraftQuant(head=Precision.INT4, mlp=Precision.FP8),
         hot_vocab=HotVocab(size=9, file="a.json"),
     )
@@ -90,6 +92,7 @@ def given(**changed: Any) -> SimpleNamespace:
         "speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6,
         "quantization": None, "speculative_draft_model_quantization": None,
         "chunked_prefill_size": 8192, "speculative_adaptive": False, "speculative_algorithm": "EAGLEX",
+        "tp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1,
     }  # fmt: skip
     return SimpleNamespace(**(values | changed))
 
@@ -136,10 +139,27 @@ def test_every_flag_of_the_engine_is_tested() -> None:
     assert {option for option, _, _ in engine_arguments.REFUSED} <= set(REFUSED)
 
 
-def test_a_dedicated_drafter_of_a_target_on_gpus_is_refused(engine: pytest.MonkeyPatch) -> None:
+def test_a_dedicated_drafter_takes_a_gpu_that_no_rank_has(engine: pytest.MonkeyPatch) -> None:
+    def where(gpus: int, **changed: Any) -> str:
+        engine.setattr("torch.cuda.device_count", lambda: gpus)
+        arguments.refuse(given(**changed))
+        return engine_arguments.drafter_device_of(given(**changed), options.read())
+
     engine.setenv(options.VARIABLE, '{"drafter": "engine", "placement": "dedicated"}')
-    with pytest.raises(ValueError, match=r"placement='dedicated'.*device='cuda'"):
-        arguments.refuse(given())
+    assert where(2) == "cuda:1"
+    assert where(8, tp_size=4) == "cuda:4"
+    assert where(8, tp_size=2, base_gpu_id=1, gpu_id_step=2) == "cuda:0"
+    with pytest.raises(ValueError, match=r"placement='dedicated'.*on 8 GPUs with tp_size=8"):
+        where(8, tp_size=8)
+    engine.setenv(options.VARIABLE, '{"placement": "dedicated", "drafter_device": "cuda:0"}')
+    assert where(1) == "cuda:0"
+    engine.setenv(options.VARIABLE, '{"placement": "dedicated", "drafter_device": "cuda:2"}')
+    with pytest.raises(ValueError, match="drafter_device='cuda:2': 2 GPUs"):
+        where(2)
+    engine.setenv(options.VARIABLE, '{"drafter_device": "gpu 1"}')
+    with pytest.raises(ConfigError, match="drafter_device: expected 'cuda:N'"):
+        options.read()
+    engine.delenv(options.VARIABLE)
     with pytest.raises(ValueError, match="device='cpu'"):  # the worker as a whole needs a GPU
         arguments.refuse(given(device="cpu"))
 

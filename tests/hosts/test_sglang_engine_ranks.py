@@ -15,6 +15,7 @@ from fake_engine_host import Host, made_host
 from fake_engine_parts import Group, Setting, TreeMaskMode
 from rank_processes import Ranks
 from support import emulated
+from test_sglang_dedicated import between_gpus
 
 import eaglex.bridge
 import eaglex.engine
@@ -100,6 +101,23 @@ def test_every_rank_verifies_what_a_dedicated_drafter_has_drafted(tmp_path: Path
             print(*before, host.drafted, host.verified)
             if rank == 0:
                 assert draft.counters()["gone"] == 1
+            dist.barrier()
+
+    first, second = on_ranks(2, tmp_path, body)
+    assert first == second
+
+
+@pytest.mark.slow
+def test_two_devices_verify_what_a_third_has_drafted(tmp_path: Path) -> None:
+    """Emulated: rows and drafts from device to device, and drafts on to the other rank's."""
+    emulated.require()
+
+    def body(rank: int, size: int) -> None:
+        options = {"placement": "dedicated", "drafter_deadline": 20.0}
+        with between_gpus(Setting(overlap=False, options=options), 4, rank, size) as host:
+            played(host, 10)
+            assert host.drafted > host.verified / 2
+            print(host.drafted, host.verified)
             dist.barrier()
 
     first, second = on_ranks(2, tmp_path, body)

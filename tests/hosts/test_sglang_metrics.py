@@ -41,6 +41,15 @@ def test_counters_are_added_up_now_and_then() -> None:
     assert b'outcome="padded"' not in generate_latest(registry), "what never happened has no line"
 
 
+def test_falls_of_a_dedicated_drafter_are_counted() -> None:
+    registry = CollectorRegistry()
+    made = Metrics("tiny", 0, device=CPU, entered=contextlib.nullcontext, registry=registry)
+    for gone in (1, 1, 3):
+        made.drafter({"late": 0, "gone": gone, "returns": gone - 1})
+    assert sample(registry, "eaglex:drafter_total", event="gone") == 3
+    assert sample(registry, "eaglex:drafter_total", event="returns") == 2
+
+
 def test_another_engine_counts_on() -> None:
     registry = CollectorRegistry()
     made = Metrics("tiny", 0, device=CPU, entered=contextlib.nullcontext, registry=registry)

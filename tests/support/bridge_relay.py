@@ -35,6 +35,12 @@ def pool_of(config: Any) -> HostPool:
     return HostPool(num_kv_slots=LAYOUT.num_slots * context + 3, table_width=context)
 
 
+def table_of(rig: Any) -> torch.Tensor:
+    """Where the engine reads it, which on a GPU is not the rig's own."""
+    found: torch.Tensor = getattr(rig, "_table", rig.table)
+    return found
+
+
 def config_of(plan: Plan) -> Any:
     return make_streamed_config() if plan.device == "cuda" else make_config()
 
@@ -56,7 +62,8 @@ class DrafterSide:
             engine.limits = dataclasses.replace(engine.limits, max_rows=rows)
             invitation = dataclasses.replace(invitation, terms=invitation.terms | plan.drafter_terms)
         rig = self.rig
-        self.pool = DrafterPool(req_to_token=rig.table, draft_k=rig.draft_k, draft_v=rig.draft_v)
+        k, v = getattr(rig, "_pool", (rig.draft_k, rig.draft_v))
+        self.pool = DrafterPool(req_to_token=table_of(rig), draft_k=k, draft_v=v)
         self.forget()
         self.server = join_as_drafter(invitation, rig.engine, self.pool if plan.pooled else None)
         assert isinstance(self.server, RelayServer) == (plan.transport != "shm")
@@ -151,7 +158,8 @@ class RelayRank:
             self.rig = make_rig(plan.device == "cuda")
             options = LinkOptions(deadline=plan.drafter_deadline, rejoin_after=0.2)
             kind: Any = DrafterClient if plan.transport == "shm" else RelayClient
-            self.client = kind(self.bridge, config, options, self.rig.table if plan.pooled else None)
+            table = self.rig.table if plan.transport == "shm" else table_of(self.rig)
+            self.client = kind(self.bridge, config, options, table if plan.pooled else None)
             store.set("invitation", json.dumps(dataclasses.asdict(self.client.invitation())))
             until = time.monotonic() + 60
             while not self.client.joined() and time.monotonic() < until:
@@ -183,7 +191,7 @@ class RelayRank:
             ends = batch.row_start.tolist()
             rows = [ends[i + 1] - ends[i] for i in range(len(slots))]
             places = [self.rig.table[s, n : n + r] for s, n, r in zip(slots, lens, rows, strict=True)]
-            batch = dataclasses.replace(batch, out_cache_loc=torch.cat(places).long())
+            batch = dataclasses.replace(batch, out_cache_loc=torch.cat(places).long().to(self.device))
         if isinstance(self.client, RelayClient) and self.plan.pooled:
             return self.client.draft(batch, slots=slots, begins=begins, rewritten=[True] * len(slots))
         if isinstance(self.client, RelayClient):

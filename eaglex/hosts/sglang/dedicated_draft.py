@@ -3,30 +3,33 @@
 Nothing of the draft is on the target's devices: no weights, no K and V, no engine. Whatever becomes of the drafter
 costs drafts and nothing else (docs/bridge.md). The drafter's K and V lie in the host's KV slots, so that it shares
 prefixes as the host does: each batch goes with its out_cache_loc, and rows of the host's table at each prefill and
-where they were rewritten.
+where they were rewritten. Between GPUs all of it travels on the draft's stream; a target on a CPU has the same through
+host memory, for tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from eaglex.bridge import Follower, LinkOptions
-from eaglex.bridge_dedicated import DrafterClient
+from eaglex.bridge_dedicated import DrafterClient, RelayClient
 from eaglex.drafter import Job
-from eaglex.engine import DraftBatch, DraftResults
+from eaglex.engine import DraftResults
 from eaglex.errors import BridgeError
-from eaglex.hosts.dedicated import DrafterProcess
+from eaglex.hosts import dedicated
 from eaglex.hosts.sglang import engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
-from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
+from eaglex.hosts.sglang.ranks import Link
+from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified, cut
 from eaglex.hosts.sglang.verify_input import Trees
 from eaglex.packed import DraftQuant
+from eaglex.repeated import RepeatedAsk
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,19 @@ class Rewritten:
         return [self._entries.pop(slot, 0) for slot in slots]
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the host knows of the batch that it forwards without asking a device: by request, its slot and how many
+    entries of its row of the table it has rewritten.
+
+    As of the forward's begin: what it rewrites later the draft's stream would read before or after, and KV slots that
+    it frees with that are given to others by the next forward at the earliest.
+    """
+
+    slots: list[int]
+    rewritten: list[int]
+
+
 def _words(quant: DraftQuant) -> str | None:
     """Part by part: what DraftQuant says of itself need not be read as the same."""
     named = {field.name: getattr(quant, field.name) for field in dataclasses.fields(quant)}
@@ -64,14 +80,19 @@ def _words(quant: DraftQuant) -> str | None:
 class DedicatedDraft(DraftSide):
     """Asks the drafter, with all it needs to follow the host's table, and tells the other ranks what it says."""
 
+    EVERY = 64  # cycles between two looks at the drafter's counters
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._client: DrafterClient | None = None
+        self._client: DrafterClient | RelayClient | None = None
         self._follower: Follower | None = None
+        self._known = Known([], [])
+        self._repeated: dict[tuple[int, int, bool], RepeatedAsk] = {}  # by requests, rows and whether a draft is wanted
+        self._asked = 0
         self._warned_of_weights = False
 
     @property
-    def client(self) -> DrafterClient:
+    def client(self) -> DrafterClient | RelayClient:
         """Made with the memory pools. Raises RuntimeError before."""
         if self._client is None:
             raise RuntimeError("the drafter is asked for by alloc_memory_pool, which the host has not called yet")
@@ -83,14 +104,19 @@ class DedicatedDraft(DraftSide):
         assert self._follower is not None
         return self._follower
 
+    @property
+    def link(self) -> Link:
+        """Made with the memory pools."""
+        assert self._link is not None
+        return self._link
+
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
         """Results, this end of the bridge, and the drafter's process, which loads while the host goes on."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         self._connect(DraftResults.allocate(self.speculation, self.limits, self.device))
-        assert self._link is not None
-        bridge = self._link.bridge
+        bridge = self.link.bridge
         self._follower = bridge.follower()
         self._rewritten = Rewritten(req_to_token_pool)
         self.translator = Translator(
@@ -99,11 +125,15 @@ class DedicatedDraft(DraftSide):
             num_draft_tokens=self.speculation.num_draft_tokens,
             device=self.device,
         )
-        self._client = DrafterClient(
-            bridge, self.config, LinkOptions(deadline=self.options.drafter_deadline), req_to_token_pool.req_to_token
-        )
-        self.process = DrafterProcess([sys.executable, "-m", "eaglex.drafter", self._job().to_json()])
+        kind = DrafterClient if bridge.transport == "shm" else RelayClient
+        options = LinkOptions(deadline=self.options.drafter_deadline)
+        self._client = kind(bridge, self.config, options, req_to_token_pool.req_to_token)
+        self.process = dedicated.DrafterProcess(dedicated.command_of(self._job().to_json()))
         weakref.finalize(self, self.process.close)
+
+    @property
+    def _drafter_device(self) -> str:
+        return engine_arguments.drafter_device_of(self.server_args, self.options)
 
     def _job(self) -> Job:
         args, options, speculation = self.server_args, self.options, self.speculation
@@ -117,7 +147,7 @@ class DedicatedDraft(DraftSide):
             convention=None if options.convention is None else options.convention.value,
             dtype=str(self.kv_dtype).removeprefix("torch."),
             draft_quant=_words(quant) if isinstance(quant, DraftQuant) else None,
-            device="cpu",
+            device=self._drafter_device,
             num_steps=speculation.num_steps,
             topk=speculation.topk,
             num_draft_tokens=speculation.num_draft_tokens,
@@ -140,7 +170,16 @@ class DedicatedDraft(DraftSide):
                     f"dedicated drafter: expected it to join within {self.options.join_deadline:g} s, got no word"
                 )
             time.sleep(0.02)
-        logger.info("EAGLEX: process %d drafts, in the KV slots of this server.", self.process.pid)
+        self._tell_of_drafter()
+        logger.info(
+            "EAGLEX: process %d drafts on %s, in the KV slots of this server; it takes nothing of the target's memory.",
+            self.process.pid, self._drafter_device,
+        )  # fmt: skip
+
+    def begin(self, batch: Any) -> None:
+        """Remember what the host knows of this batch until its draft is enqueued."""
+        slots = batch.req_pool_indices_cpu.tolist()
+        self._known = Known(slots, self._rewritten.take(slots))
 
     def renew(self) -> None:
         """The target's weights have changed: the drafter keeps what it has read of the target's files."""
@@ -153,8 +192,7 @@ class DedicatedDraft(DraftSide):
 
     def forget(self) -> None:
         """No slot has a draft any more."""
-        assert self._link is not None
-        self._link.bridge.results.drafted_for.fill_(-1)
+        self.link.bridge.results.drafted_for.fill_(-1)
 
     def counters(self) -> dict[str, int]:
         """Falls of the drafter by kind, and its returns."""
@@ -162,31 +200,58 @@ class DedicatedDraft(DraftSide):
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Send the accepted tokens' rows; drafts of each request's last one come back, or none by the deadline."""
-        batch = self.translator.after_verify(verified, drafting=drafting)
-        drafted = self._ask(batch, prompts=False)
-        assert self._link is not None
+        client, known = self.client, self._known
+        if isinstance(client, RelayClient):
+            drafted = self._relay_verified(client, verified, drafting, stream)
+        else:
+            batch = self.translator.after_verify(verified, drafting=drafting)
+            drafted = client.draft(batch, begins=[False] * len(known.slots), table_lens=known.rewritten)
         slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
-        self._link.tell(slots, lens, accepted, draft=drafted, stream=stream)
+        self.link.tell(slots, lens, accepted, draft=drafted, stream=stream)
+        self._look_after_drafter()
+
+    def _relay_verified(self, client: RelayClient, verified: Verified, drafting: bool, stream: int) -> bool:
+        slots, rewritten = self._known.slots, [count > 0 for count in self._known.rewritten]
+        key = (len(slots), verified.hidden_states.shape[0], drafting)
+        repeated = self._repeated.get(key)
+        drafted = None
+        if repeated is not None:
+            drafted = repeated(*verified, slots=slots, rewritten=rewritten, stream=stream)
+        if drafted is None:
+            batch = self.translator.after_verify(verified, drafting=drafting)
+            begins = [False] * len(slots)
+            drafted = client.draft(batch, slots=slots, begins=begins, rewritten=rewritten, stream=stream)
+            self._repeated[key] = client.repeated(batch)
+        return drafted
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
         """The same of prompts, with the table's rows in front of theirs."""
-        drafted = False
-        for batch in self.translator.after_prefill(prefilled, drafting=drafting):
-            drafted = self._ask(batch, prompts=True) or drafted
-        assert self._link is not None
-        self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
+        client, drafted = self.client, False
+        pieces = cut(prefilled.extend_lens, max_batch=self.limits.max_batch, max_rows=self.limits.max_rows)
+        batches = self.translator.after_prefill(prefilled, drafting=drafting)
+        for piece, batch in zip(pieces, batches, strict=True):
+            slots = self._known.slots[piece.first : piece.last + 1]
+            begins = [True] * len(slots)
+            if isinstance(client, RelayClient):
+                came = client.draft(batch, slots=slots, begins=begins, rewritten=begins, stream=stream)
+            else:
+                came = client.draft(batch, begins=begins, table_lens=batch.seq_lens.tolist())
+            drafted = came or drafted
+        self.link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
+        self._look_after_drafter()
 
-    def _ask(self, batch: DraftBatch, *, prompts: bool) -> bool:
-        """Whether there are drafts. The batch is in host memory."""
+    def _look_after_drafter(self) -> None:
+        """Start it again where it has ended, and say what has become of it. No wait."""
         self.process.keep()
-        slots = batch.req_pool_indices.tolist()
-        table_lens = self._rewritten.take(slots)
-        if prompts:
-            table_lens = batch.seq_lens.tolist()
-        drafted = self.client.draft(batch, begins=[prompts] * len(slots), table_lens=table_lens)
-        for warning in self.client.take_warnings():
+        self._tell_of_drafter()
+
+    def _tell_of_drafter(self) -> None:
+        warnings = self.client.take_warnings()
+        for warning in warnings:
             logger.warning("EAGLEX: %s.", warning)
-        return drafted
+        self._asked += 1
+        if self.metrics is not None and (warnings or self._asked % self.EVERY == 0):
+            self.metrics.drafter(self.client.counters())
 
     def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
         """Never called: pausing is refused with this placement."""

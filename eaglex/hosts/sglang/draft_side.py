@@ -160,6 +160,9 @@ class DraftSide:
         if self._link is not None:
             self._link.bridge.check()
 
+    def begin(self, batch: Any) -> None:
+        """The host forwards this batch next, and no draft waits to be enqueued any more."""
+
     def _connect(self, results: DraftResults) -> None:
         """This rank's end of the bridge, over these results. Raises BridgeError on every rank alike."""
         drafter: dict[str, Any] = {}
@@ -209,6 +212,11 @@ class DraftSide:
             seq_lens_sum=None,
             seq_lens_cpu=None,
         )
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows of a request that may wait for one `draft_verified` while nothing is drafted; 0: it does nothing."""
+        return 1
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """What follows a verification, on `stream`. Without `drafting` no draft is wanted for the next one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
+
 from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import NAME, compat
@@ -57,11 +59,7 @@ def refuse(server_args: Any, options: Options) -> None:
 
 def _refuse_dedicated(server_args: Any, options: Options) -> None:
     placement = f"{VARIABLE} placement='dedicated'"
-    if server_args.device != "cpu":
-        raise ValueError(
-            f"EAGLEX does not support {placement} (needs 'rank0') with device={server_args.device!r}: rows that go "
-            "from GPU to GPU do not carry the host's KV slots yet."
-        )
+    drafter_device_of(server_args, options)
     found = {
         "pausing": options.pausing,
         "speculative_adaptive": bool(server_args.speculative_adaptive),
@@ -73,6 +71,32 @@ def _refuse_dedicated(server_args: Any, options: Options) -> None:
             raise ValueError(
                 f"EAGLEX does not support {name} with {placement}: the drafter is not timed, and told less."
             )
+
+
+def drafter_device_of(server_args: Any, options: Options) -> str:
+    """Where a dedicated drafter drafts: cuda:N beside a target on GPUs, else the CPU.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    if server_args.device == "cpu":
+        return "cpu"
+    first, step = server_args.base_gpu_id, server_args.gpu_id_step
+    taken = {first + step * rank for rank in range(server_args.tp_size)}
+    count = torch.cuda.device_count()
+    if options.drafter_device is None:
+        free = [index for index in range(count) if index not in taken]
+        if not free:
+            raise ValueError(
+                f"EAGLEX does not support {VARIABLE} placement='dedicated' (needs 'rank0') on {count} GPUs with "
+                f"tp_size={server_args.tp_size}: the drafter takes a further one."
+            )
+        return f"cuda:{free[0]}"
+    if int(options.drafter_device.removeprefix("cuda:")) >= count:
+        raise ValueError(
+            f"EAGLEX cannot draft with {VARIABLE} drafter_device={options.drafter_device!r}: {count} GPUs are visible."
+        )
+    return options.drafter_device
 
 
 def _admit_adaptive() -> None:

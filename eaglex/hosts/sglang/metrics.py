@@ -19,14 +19,15 @@ from eaglex.engine import LaneStatus
 
 LANES: Final = "eaglex:lanes"
 PAUSED: Final = "eaglex:paused_cycles"
+DRAFTER: Final = "eaglex:drafter"
 EVERY: Final = 64  # launches
 
 Entered = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @functools.cache
-def _counters(registry: Any) -> tuple[Any, Any]:
-    """The process's two metrics; prometheus_client allows each name once."""
+def _counters(registry: Any) -> tuple[Any, Any, Any]:
+    """The process's metrics; prometheus_client allows each name once."""
     from prometheus_client import REGISTRY, Counter
 
     where = registry or REGISTRY
@@ -40,7 +41,13 @@ def _counters(registry: Any) -> tuple[Any, Any]:
     paused = Counter(
         PAUSED, "Verifications after which nothing was drafted.", ["model_name", "tp_rank"], registry=where
     )
-    return lanes, paused
+    drafter = Counter(
+        DRAFTER,
+        "Falls of a dedicated drafter by kind (late, gone, refused, bad_reply, own_failure), and its returns.",
+        ["model_name", "tp_rank", "event"],
+        registry=where,
+    )
+    return lanes, paused, drafter
 
 
 class Metrics:
@@ -51,7 +58,8 @@ class Metrics:
     def __init__(
         self, model_name: str, tp_rank: int, *, device: torch.device, entered: Entered, registry: Any = None
     ) -> None:
-        self._lanes, paused = _counters(registry)
+        self._lanes, paused, self._drafter = _counters(registry)
+        self._drafter_seen: dict[str, int] = {}
         self._labels = {"model_name": model_name, "tp_rank": str(tp_rank)}
         self._paused = paused.labels(**self._labels)
         self._seen, self._paused_seen, self._launches = [0] * len(LaneStatus), 0, 0
@@ -80,6 +88,14 @@ class Metrics:
         if cycles > self._paused_seen:
             self._paused.inc(cycles - self._paused_seen)
             self._paused_seen = cycles
+
+    def drafter(self, counts: dict[str, int]) -> None:
+        """What has become of a dedicated drafter since the start, by event."""
+        for event, now in counts.items():
+            new = now - self._drafter_seen.get(event, 0)
+            if new > 0:
+                self._drafter.labels(**self._labels, event=event).inc(new)
+                self._drafter_seen[event] = now
 
     def restart(self) -> None:
         """The engine is another one, and counts from zero."""

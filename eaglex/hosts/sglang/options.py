@@ -12,6 +12,7 @@ import enum
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -51,7 +52,8 @@ class Options:
     head, in those of its --hot-vocab.
     With several ranks: seconds that they wait for each other at start (join_deadline) and in each cycle (deadline), and
     the transport that takes the place of the probe's choice (docs/bridge.md). drafter_deadline: seconds after which a
-    dedicated drafter's reply is not waited for.
+    dedicated drafter's reply is not waited for. drafter_device: cuda:N, the GPU on which it drafts, by default the
+    first that no rank of the target has.
     """
 
     DEFAULT_ROWS: ClassVar[int] = 4096
@@ -69,6 +71,7 @@ class Options:
     deadline: float = 60.0
     transport: str | None = None
     drafter_deadline: float = 1.0
+    drafter_device: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop_below < 1:
@@ -152,6 +155,12 @@ def _transport(name: str, value: object) -> str:
     return str(value)
 
 
+def _gpu(name: str, value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"cuda:\d+", value):
+        _fail(name, "'cuda:N'", value)
+    return value
+
+
 def _parsed(parse: Callable[[str], Any]) -> Any:
     def reader(name: str, value: object) -> Any:
         if not isinstance(value, str):
@@ -178,4 +187,5 @@ _READERS: dict[str, Any] = {
     "deadline": _number,
     "transport": _transport,
     "drafter_deadline": _number,
+    "drafter_device": _gpu,
 }
