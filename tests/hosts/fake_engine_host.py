@@ -24,7 +24,6 @@ import torch
 from fake_engine_parts import (
     CONTEXT,
     SPENT,
-    TINY,
     AdaptiveParams,
     Algorithm,
     BaseSpecWorker,
@@ -88,7 +87,7 @@ class Host:
     def __init__(self, setting: Setting, seed: int = 0) -> None:
         self.setting, self.choose = setting, random.Random(seed)
         self.random = torch.Generator().manual_seed(seed)
-        loaded = checkpoint.load(setting.draft, target=TINY / "target", max_positions=CONTEXT, dtype=setting.dtype)
+        loaded = checkpoint.load(setting.draft, target=setting.target, max_positions=CONTEXT, dtype=setting.dtype)
         self.config, self.weights = loaded.config, loaded.weights
         self.table = torch.zeros((setting.slots + 1, CONTEXT + 40), dtype=torch.int32, device=setting.device)
         self.pool = ReqToTokenPool(self.table, setting.slots)
@@ -427,7 +426,7 @@ def server_args(setting: Setting) -> Any:
         speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
         speculative_eagle_topk=setting.topk, speculative_num_draft_tokens=setting.nodes,
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
-        model_path=str(TINY / "target"), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
+        model_path=str(setting.target), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
         max_speculative_num_draft_tokens=max((setting.nodes, *(steps + 1 for steps in setting.adaptive))),
         speculative_adaptive_config="adaptive.json", speculative_draft_model_quantization=None, quantization=None,
         enable_metrics=setting.metrics, served_model_name="tiny",

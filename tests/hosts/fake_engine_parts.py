@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import math
 import random
 from dataclasses import dataclass, field
@@ -141,14 +142,14 @@ class BaseSpecWorker:
 
 
 class TargetModel(torch.nn.Module):
-    """The tiny target's embedding and head, padded as the host pads them, and its list of captured layers."""
+    """A target's embedding and head, padded as the host pads them, and its list of captured layers."""
 
-    def __init__(self, dtype: torch.dtype, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, rank: int = 0, size: int = 1) -> None:
         super().__init__()
         self.rank, self.size = rank, size
         from safetensors.torch import load_file
 
-        found = load_file(TINY / "target" / "model.safetensors")
+        found = load_file(folder / "model.safetensors")
         pad = torch.full((64, found["model.embed_tokens.weight"].shape[1]), math.nan)
         self.embed = torch.cat((found["model.embed_tokens.weight"].to(dtype), pad.to(dtype)))
         self.head = torch.cat((found["lm_head.weight"].to(dtype), pad.to(dtype)))
@@ -215,6 +216,7 @@ class Setting:
     max_rows: int = 0
     dtype: torch.dtype = torch.float32
     draft: Path = TINY / "draft"
+    target: Path = TINY / "target"
     pausing: bool = False
     adaptive: tuple[int, ...] = ()
     metrics: bool = False
@@ -314,12 +316,13 @@ class TargetWorker:
         self.answer: Result | None = None
         self.decoded: Any = None  # called with the batch of a decode
         self.setting = setting
+        config = json.loads((setting.target / "config.json").read_text())
         self.model_config = SimpleNamespace(
-            vocab_size=2048, hidden_size=256, context_len=CONTEXT, dtype=setting.dtype, model_is_mrope=False,
-            spec_hidden_size=256,
+            vocab_size=config["vocab_size"], hidden_size=config["hidden_size"], context_len=CONTEXT,
+            dtype=setting.dtype, model_is_mrope=False, spec_hidden_size=config["hidden_size"],
         )  # fmt: skip
         self.model_runner = SimpleNamespace(
-            model=TargetModel(setting.dtype, rank, size),
+            model=TargetModel(setting.target, setting.dtype, rank, size),
             model_config=self.model_config,
             is_hybrid_swa=False,
             spec_aux_config=SimpleNamespace(

@@ -120,7 +120,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             on_publish(result.new_seq_lens)
         ready = self._events.recorded(current)
         self._fence.publish(ready)
-        self._stream.fork(Work(draft, ready, inputs))
+        self._stream.fork(Work(draft, ready, inputs, beside=on_publish is None))
         if on_publish is None:  # the host waits for the lengths before it goes on
             self._stream.launch()
         return result
