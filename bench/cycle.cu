@@ -1,7 +1,8 @@
 // The whole cycle and each of its steps on the device: µs (median and p99), bytes, TB/s, share of the read bandwidth.
 //
 //   cmake -S . -B build/bench -G Ninja -DEAGLEX_BENCH=ON -DEAGLEX_CUDA=ON && cmake --build build/bench --target
-//   bench_cycle build/bench/bench_cycle [--shape NAME] [--batch N] [--repeats N] [--json FILE] [--commit ID]
+//   bench_cycle build/bench/bench_cycle [--shape NAME] [--batch N] [--context N] [--max-context N] [--repeats N] [--json
+//   FILE] [--commit ID]
 //
 // Several engines with weights of their own take turns, so that no weight is still in the L2 cache when it is read
 // again. A step is what the engine launches for it, captured once per engine into one graph; the cycle is
@@ -32,6 +33,8 @@ struct Options {
   std::string shape;               // empty: all
   int batch = 0;                   // 0: all
   std::string precision = "bf16";  // fp8, int4
+  int context = 1024;
+  int max_context = 0;  // of the table: as Case
   int repeats = 40;
   std::string json;
   std::string commit = "unknown";
@@ -201,6 +204,8 @@ int run(const Options& options) {
       c.weights = options.precision == "fp8" ? DType::kF8 : options.precision == "int4" ? DType::kI4 : DType::kBF16;
       if ((!options.shape.empty() && options.shape != shape.name) || (options.batch != 0 && options.batch != c.batch))
         continue;
+      c.context = options.context;
+      c.max_context = options.max_context;
       measure(shape, c, options, report, stream);
       ++measured;
     }
@@ -225,6 +230,10 @@ Options parse(int argc, char** argv) {
       options.precision = value;
       expect(options.precision == "bf16" || options.precision == "fp8" || options.precision == "int4",
              ErrorCode::kConfig, "--precision", "bf16, fp8 or int4", value);
+    } else if (name == "--context") {
+      options.context = std::max(1, std::atoi(value));
+    } else if (name == "--max-context") {
+      options.max_context = std::atoi(value);
     } else if (name == "--repeats") {
       options.repeats = std::max(1, std::atoi(value));
     } else if (name == "--json") {
@@ -232,8 +241,8 @@ Options parse(int argc, char** argv) {
     } else if (name == "--commit") {
       options.commit = value;
     } else {
-      fail(ErrorCode::kConfig, "option: expected --shape, --batch, --precision, --repeats, --json or --commit, got ",
-           name);
+      fail(ErrorCode::kConfig, "option: expected --shape, --batch, --precision, --context, --max-context, --repeats, ",
+           "--json or --commit, got ", name);
     }
   }
   return options;

@@ -40,6 +40,7 @@ struct Case {
   AuxNorm aux_norm = AuxNorm::kNone;
   Residual residual = Residual::kPreNorm;
   NextHidden next_hidden = NextHidden::kPreNorm;
+  int max_context = 0;  // that the table has room for; 0: the context and little more
 };
 
 class Subject {
@@ -57,7 +58,7 @@ class Subject {
     config_.head_dim = config_.rotary_dim = shape.head_dim;
     config_.vocab_size = shape.vocab;
     config_.draft_vocab_size = shape.draft_vocab;
-    config_.max_positions = c.context + kRoom;
+    config_.max_positions = std::max(c.context + kRoom, c.max_context);
     speculation_.num_steps = c.num_steps;
     speculation_.topk = c.topk;
     speculation_.num_draft_tokens = c.num_draft_tokens;

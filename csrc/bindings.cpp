@@ -284,21 +284,13 @@ void bind_tensors(py::module_& m) {
       EAGLEX_TENSOR(BatchTensors, num_valid) EAGLEX_TENSOR(BatchTensors, draft_from)
       EAGLEX_TENSOR(BatchTensors, req_pool_indices) EAGLEX_TENSOR(BatchTensors, seq_lens)
       EAGLEX_TENSOR(BatchTensors, out_cache_loc)
-      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms)
-      .def("move", [](BatchTensors& self, py::handle aux_hidden_states, py::handle input_ids, py::handle num_valid,
-                      py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc) {
-        return bindings::move({{&self.aux_hidden_states, aux_hidden_states}, {&self.input_ids, input_ids}, {&self.num_valid, num_valid},
-                               {&self.req_pool_indices, req_pool_indices}, {&self.seq_lens, seq_lens}, {&self.out_cache_loc, out_cache_loc}});
-      }, bindings::kMove);
+      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms);
   py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
       EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_TENSOR(VerifyTensors, req_pool_indices)
       EAGLEX_TENSOR(VerifyTensors, seq_lens) EAGLEX_TENSOR(VerifyTensors, bonus_tokens)
       EAGLEX_TENSOR(VerifyTensors, draft_tokens) EAGLEX_TENSOR(VerifyTensors, positions)
       EAGLEX_TENSOR(VerifyTensors, retrieve_index) EAGLEX_TENSOR(VerifyTensors, retrieve_next_token)
-      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask)
-      .def("move", [](VerifyTensors& self, py::handle req_pool_indices, py::handle seq_lens, py::handle bonus_tokens) {
-        return bindings::move({{&self.req_pool_indices, req_pool_indices}, {&self.seq_lens, seq_lens}, {&self.bonus_tokens, bonus_tokens}});
-      }, bindings::kMove);
+      EAGLEX_TENSOR(VerifyTensors, retrieve_next_sibling) EAGLEX_TENSOR(VerifyTensors, mask);
 #undef EAGLEX_TENSOR
 #undef EAGLEX_FIELD
 }
@@ -345,6 +337,24 @@ void bind_engine(py::module_& m) {
             self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "run_again",
+          [=](DraftEngine& self, eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::handle input_ids,
+              py::handle num_valid, py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc,
+              std::uintptr_t stream) {
+            const bool moved = eaglex::bindings::move({{&batch.aux_hidden_states, aux_hidden_states},
+                                                       {&batch.input_ids, input_ids},
+                                                       {&batch.num_valid, num_valid},
+                                                       {&batch.req_pool_indices, req_pool_indices},
+                                                       {&batch.seq_lens, seq_lens},
+                                                       {&batch.out_cache_loc, out_cache_loc}});
+            if (!moved) return false;
+            const py::gil_scoped_release released;
+            self.run(batch, as_stream(stream));
+            return true;
+          },
+          eaglex::bindings::kAgain)
+      .def("tree_again", eaglex::bindings::tree_again<DraftEngine>, eaglex::bindings::kAgain)
       .def(
           "reads_original",
           [](const DraftEngine& self, std::uintptr_t matrix) {

@@ -255,6 +255,7 @@ void bind_ranks(py::module_& m) {
             self.tree(batch, stream_of(stream));
           },
           py::arg("batch"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("tree_again", tree_again<DraftFollower>, kAgain)
       .def(
           "mark", [](DraftFollower& self, std::uintptr_t stream) { return self.mark(stream_of(stream)); },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>())

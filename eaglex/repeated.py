@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-Launch = Callable[[Any, int], None]  # the binary's structure, the stream
+Again = Callable[..., bool]  # the binary's structure, the tensors that move, the stream
 
 
 class RepeatedRun:
@@ -22,8 +22,8 @@ class RepeatedRun:
     Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run.
     """
 
-    def __init__(self, launch: Launch, filled: Any, constant: object) -> None:
-        self._launch, self._filled, self._constant = launch, filled, constant
+    def __init__(self, again: Again, filled: Any, constant: object) -> None:
+        self._again, self._filled, self._constant = again, filled, constant
 
     def __call__(
         self,
@@ -36,11 +36,9 @@ class RepeatedRun:
         stream: int,
     ) -> bool:
         """One cycle, as `DraftEngine.run`; False, with nothing done, where these are not of the first batch's shape."""
-        filled = self._filled
-        if not filled.move(aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc):
-            return False
-        self._launch(filled, stream)
-        return True
+        return self._again(
+            self._filled, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc, stream
+        )
 
 
 class RepeatedAsk:
@@ -87,12 +85,9 @@ class RepeatedTree:
     Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run.
     """
 
-    def __init__(self, launch: Launch, filled: Any, constant: object) -> None:
-        self._launch, self._filled, self._constant = launch, filled, constant
+    def __init__(self, again: Again, filled: Any, constant: object) -> None:
+        self._again, self._filled, self._constant = again, filled, constant
 
     def __call__(self, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> bool:
         """As `DraftEngine.tree`; False, with nothing done, where these are not of the first call's shape."""
-        if not self._filled.move(req_pool_indices, seq_lens, bonus_tokens):
-            return False
-        self._launch(self._filled, stream)
-        return True
+        return self._again(self._filled, req_pool_indices, seq_lens, bonus_tokens, stream)

@@ -8,9 +8,10 @@
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
-(default 300); GPU of the engines on one (0); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves
-the comparison worker out, HOST_CASES names the cases that it serves. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of
+it (default 300); GPU of the engines on one (0); PORT of the first (22000); WAIT_FOR, a file that is waited for
+before they serve; NO_HOST=1 leaves the comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases
+that it serves. Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
@@ -31,31 +32,38 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from socket_check import Process, about, serve_all, until
+from socket_check import Process, about, end_in_order, serve_all, until
 from socket_parts import cases as socket_cases
-from socket_parts.cases import PENALTIES, compared, environment_of, gpus_of, repeated
+from socket_parts.cases import PENALTIES, UPDATES, compared, environment_of, gpus_of, has, repeated
 from socket_parts.engine import write
 
 CASES = (
     "chain", "chain, no overlap", "chain, eager", "tree", "tree, page 64", "chain, page 16", "chain, page 64",
     "chain, features", "tree, features", "chain, weight updates", "chain, forced retraction", "chain, sampled",
     "chain, small pool", "chain, 3 slots, page 64", "chain, many prompts", "chain, features, no overlap",
-    "chain, mixed sampling", "chain, adaptive",
+    "chain, mixed sampling", "chain, adaptive", "chain, structured", "tree, structured", "chain, memory saver",
 )  # fmt: skip
 GPU = os.environ.get("GPU", "0")  # of the engines on one
+PORT = int(os.environ.get("PORT", "22000"))
 STOCK, HOST, ENGINE = ALL_LANES = ("EAGLE3", "EAGLEX host", "EAGLEX engine")
 NONE = "none"  # no speculation
+# The engine with a draft of fewer bits, and the least part of EAGLE3's accept length that it keeps (docs/precision.md).
+FEWER_BITS = {"EAGLEX fp8": 0.97, "EAGLEX int4": 0.93}
 # The comparison worker's drafts are EAGLE3's bit by bit, so it tells apart what comes of other windows from the rest.
 CONTROLLED = ("chain, features, no overlap", "chain, mixed sampling")
 LANES = tuple(lane for lane in ALL_LANES if lane != HOST or not os.environ.get("NO_HOST"))
+# EAGLE3 cannot read its target's files anew: its draft is given them too, and fails.
+ALONE = ("weight updates", "memory saver")
 CLOSE = 0.01  # accept lengths: by how much they may differ
 
 
 def lanes_of(name: str) -> tuple[str, ...]:
     """Who serves a case."""
-    if "weight updates" in name:  # EAGLE3 cannot read its target's files anew: its draft is given them too, and fails
+    if has(name, ALONE):
         return (ENGINE,)
-    if "many prompts" in name or "adaptive" in name:
+    if "many prompts" in name:
+        return (STOCK, ENGINE, *FEWER_BITS, *(() if os.environ.get("NO_NONE") else (NONE,)))
+    if "adaptive" in name:
         return (STOCK, ENGINE, NONE)
     if name in CONTROLLED:
         return ALL_LANES
@@ -64,7 +72,10 @@ def lanes_of(name: str) -> tuple[str, ...]:
 
 
 def lane_environment(lane: str) -> dict[str, str]:
-    return {"EAGLEX_OPTIONS": json.dumps({"drafter": "engine" if lane == ENGINE else "host"})}
+    chosen = {"drafter": "engine" if lane == ENGINE or lane in FEWER_BITS else "host"}
+    if lane in FEWER_BITS:
+        chosen["draft_quant"] = lane.split()[1]
+    return {"EAGLEX_OPTIONS": json.dumps(chosen)}
 
 
 def algorithm_of(lane: str) -> str:
@@ -81,7 +92,11 @@ def judged(name: str, stock: dict[str, Any], ours: dict[str, Any], lane: str) ->
     first, second = row["accept_length"].values()
     row["lane"], row["accept_ratio"] = lane, second / first
     row["itself"] = repeated([stock])["passes"]
-    if lane == ENGINE or name in CONTROLLED:
+    if lane in FEWER_BITS:  # of its own drafts: the tokens are EAGLE3's, and most of its accept length is there
+        row["equal"] = bool(
+            row["prompts"] and not row["different"] and not row["errors"] and row["accept_ratio"] >= FEWER_BITS[lane]
+        )
+    elif lane == ENGINE or name in CONTROLLED:
         row["excused"] = [place for place in row["different"] if is_excused(name, lane, place, stock, ours)]
         row["different"] = [place for place in row["different"] if place not in row["excused"]]
         row["rounded_otherwise"] = [place for place in row["different"] if may_round(name, place, stock, ours)]
@@ -135,17 +150,22 @@ def against_none(name: str, none: dict[str, Any], runs: dict[str, dict[str, Any]
 
 
 def judged_alone(name: str, ours: dict[str, Any]) -> dict[str, Any]:
-    """Weight updates: the same tokens with the same weights read again, and drafts that follow another embedding."""
-    first, again, changed = (run["requests"] for run in ours["passes"])
-    accept = [1 + sum(r.get("correct", 0) for r in run) / sum(r.get("verify", 0) for r in run)
-              for run in (first, again, changed)]  # fmt: skip
+    """Weights that are read again, or gone and back, give the same tokens; drafts follow another embedding."""
+    first, *later = (run["requests"] for run in ours["passes"])
+    ways = UPDATES if "weight updates" in name else ("memory saver",)
+    accept = [
+        1 + sum(r.get("correct", 0) for r in run) / sum(r.get("verify", 0) for r in run) for run in (first, *later)
+    ]
     answered = [place for place, one in enumerate(first) if "ids" in one]
-    different = [[1, p, -1, -1] for p in answered if first[p]["ids"] != again[p].get("ids")]
-    moved = sum(first[p]["ids"] != changed[p].get("ids") for p in answered)
+    moved = {
+        way: [p for p in answered if first[p]["ids"] != run[p].get("ids")] for way, run in zip(ways, later, strict=True)
+    }
+    changed = len(moved.pop("tensor")) if "tensor" in moved else None
+    different = [[1 + ways.index(way), p, -1, -1] for way, places in moved.items() for p in places]
     return {
         "case": name, "lane": ENGINE, "prompts": len(answered), "tokens": sum(len(first[p]["ids"]) for p in answered),
-        "different": different, "accept_length": {"before": accept[0], "after": accept[2]}, "changed": moved,
-        "equal": bool(answered and moved and not different and accept[2] > (1 - 10 * CLOSE) * accept[0]),
+        "different": different, "accept_length": {"first": accept[0], "least": min(accept)}, "changed": changed,
+        "equal": bool(answered and changed != 0 and not different and min(accept) > (1 - 10 * CLOSE) * accept[0]),
     }  # fmt: skip
 
 
@@ -192,7 +212,7 @@ class Plan:
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
             devices = "0,1" if gpus_of(name) > 1 else GPU
-            self.served[name, lane] = Process(arguments, result, devices, 22000 + 7 * number, environment)
+            self.served[name, lane] = Process(arguments, result, devices, PORT + 7 * number, environment)
 
     def left(self) -> float:
         return max(1.0, float(os.environ.get("SECONDS", 300)) - (time.monotonic() - self.started))
@@ -260,6 +280,7 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
 
 
 def run(pair: Path, prompts: Path, out: Path) -> int:
+    end_in_order()
     out.mkdir(parents=True, exist_ok=True)
     names = os.environ["CASES"].split("; ") if os.environ.get("CASES") else list(CASES)
     unknown = [name for name in names if name not in socket_cases.CASES]

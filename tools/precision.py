@@ -4,8 +4,9 @@
     python tools/precision.py pair models/tiny        a pair's own: teacher-forced on its texts, and accept length
     python tools/precision.py auto --device cuda      what --draft-quant auto measures and chooses for random weights
 
-Prints Markdown tables, part by part; `--output FILE` writes the figures as JSON as well. The first two run in float32
-on the CPU with bfloat16 weights, so that only the precision of the matrices differs.
+Prints Markdown tables, part by part; `--output FILE` writes the figures as JSON as well. Logits are the reference's, in
+float32 with bfloat16 weights, so that only the precision of the matrices differs. With `--device cuda` a pair's accept
+lengths are those of the engine there, in bfloat16, on the texts of the CPU.
 """
 
 from __future__ import annotations
@@ -63,18 +64,24 @@ class Agreement:
 
 def teacher_forced(config: DraftConfig, weights: DraftWeights, aux: Tensor, ids: Tensor) -> Tensor:
     """Logits [T, Vd] of one text: aux [T, A·Ht], for each row the token after it, ids [T]."""
-    cache = reference.DraftCache.empty(config, weights.fc.dtype)
-    rows = len(ids)
-    visible = torch.ones(rows, rows, dtype=torch.bool).tril()
-    hidden = reference.fuse(config, weights, aux)
-    return reference.forward(config, weights, cache, hidden, ids, torch.arange(rows), visible)[0]
+    with weights.fc.device:  # where the reference makes its tensors
+        cache = reference.DraftCache.empty(config, weights.fc.dtype)
+        rows = len(ids)
+        visible = torch.ones(rows, rows, dtype=torch.bool).tril()
+        hidden = reference.fuse(config, weights, aux)
+        return reference.forward(config, weights, cache, hidden, ids, torch.arange(rows), visible)[0]
 
 
 # -------------------------------------------------------------------------------------------------------- random shapes
 
 
-def random_draft(name: str, shrink: int, freedom: float | None, seed: int = 0) -> tuple[DraftConfig, DraftWeights]:
-    """A draft of that shape with every size divided by `shrink`; normal weights, or Student's t of that freedom."""
+def random_draft(
+    name: str, shrink: int, freedom: float | None, *, seed: int = 0, device: str = "cpu"
+) -> tuple[DraftConfig, DraftWeights]:
+    """A draft of that shape with every size divided by `shrink`; normal weights, or Student's t of that freedom.
+
+    Devices draw different numbers.
+    """
     hidden, intermediate, heads, kv_heads, head_dim = SHAPES[name]
     config = DraftConfig(
         hidden_size=hidden // shrink,
@@ -88,17 +95,17 @@ def random_draft(name: str, shrink: int, freedom: float | None, seed: int = 0) -
         max_positions=4096,
         rope=RopeConfig(theta=10000.0),
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     sizes = expected_shapes(config) | {"embed_tokens": (EMBEDDED, config.hidden_size)}
     for tensor, size in sizes.items():
         if tensor == "d2t":
             continue
-        noise = torch.randn(size, generator=generator)
+        noise = torch.randn(size, generator=generator, device=device)
         if freedom is not None and part_of(tensor) is not None:  # t = normal / sqrt(chi² / freedom), unit variance
-            chi = torch.zeros(size)
+            chi = torch.zeros(size, device=device)
             for _ in range(int(freedom)):
-                chi += torch.randn(size, generator=generator).square_()
+                chi += torch.randn(size, generator=generator, device=device).square_()
             noise *= (chi / freedom).rsqrt_() * ((freedom - 2) / freedom) ** 0.5
         if len(size) == 1:
             noise = 1 + 0.2 * noise
@@ -120,10 +127,10 @@ def shapes(arguments: argparse.Namespace) -> dict[str, Any]:
         for freedom in (None, 5.0):
             if arguments.weights not in (None, "normal" if freedom is None else "t5"):
                 continue
-            config, weights = random_draft(name, arguments.shrink, freedom)
+            config, weights = random_draft(name, arguments.shrink, freedom, device=arguments.device)
             generator = torch.Generator().manual_seed(1)
-            aux = torch.randn(arguments.rows, config.aux_width, generator=generator)
-            ids = torch.randint(EMBEDDED, (arguments.rows,), generator=generator)
+            aux = torch.randn(arguments.rows, config.aux_width, generator=generator).to(arguments.device)
+            ids = torch.randint(EMBEDDED, (arguments.rows,), generator=generator).to(arguments.device)
             plain = teacher_forced(config, weights, aux, ids)
             size = name if arguments.shrink == 1 else f"{name} / {arguments.shrink}"
             label = f"{size}, {'normal' if freedom is None else f't({freedom:g})'} weights"
@@ -148,7 +155,7 @@ def auto(arguments: argparse.Namespace) -> dict[str, Any]:
     device, found = torch.device(arguments.device), dict[str, Any]()
     speculation = SpeculationConfig(num_steps=arguments.num_steps)
     for name in arguments.shape or SHAPES:
-        config, weights = random_draft(name, arguments.shrink, None)
+        config, weights = random_draft(name, arguments.shrink, None, device=arguments.device)
         named = {f.name: getattr(weights.layers[0], f.name) for f in dataclasses.fields(LayerWeights)}
         weights = to_device(
             DraftWeights(
@@ -191,7 +198,7 @@ def pair(arguments: argparse.Namespace) -> dict[str, Any]:
     from eaglex.hosts.pair import Pair, PairSource
     from eaglex.hosts.transformers import GenerateOptions, HostLimits, TransformersHost
 
-    folder, cpu = Path(arguments.folder), torch.device("cpu")
+    folder, cpu, device = Path(arguments.folder), torch.device("cpu"), torch.device(arguments.device)
     models = Pair(PairSource(target=str(folder / "target"), draft=str(folder / "draft")))
     loaded = checkpoint.load(models.source.draft, target=models.source.target, dtype=torch.float32)
     model = hf_target.load_model(models.source.target, dtype=torch.float32, device=cpu)
@@ -211,7 +218,7 @@ def pair(arguments: argparse.Namespace) -> dict[str, Any]:
     print("| draft_quant | accept length | from every row | against none | same best token | cosine | KL, nats |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for label, config, weights in _variants(loaded, arguments):
-        lengths = every_row(config, weights, speculation, texts)
+        lengths = every_row(config, _served(weights, device), speculation, texts)
         means = torch.stack([each.mean() for each in lengths])
         logits = torch.cat([teacher_forced(config, weights, text.aux, text.ids) for text in texts])
         if label == "none":
@@ -264,7 +271,7 @@ def every_row(
     steps, longest = speculation.num_steps, max(len(text.ids) for text in texts)
     slots = DraftSlots(
         config, weights, speculation=speculation, max_batch=len(texts), max_length=longest + steps + 1,
-        max_rows=max(longest, len(texts)), device=torch.device("cpu"),
+        max_rows=max(longest, len(texts)), device=weights.fc.device,
     )  # fmt: skip
     lengths: list[list[float]] = [[] for _ in texts]
     for slot, text in enumerate(texts, start=1):
@@ -285,11 +292,30 @@ def every_row(
                       next_tokens=[int(texts[slot - 1].ids[row])])
             for slot, row in rows.items()
         ])  # fmt: skip
+        drafted = slots.engine.results.draft_tokens[:, :steps].cpu()
         for slot, row in rows.items():
-            drafted = slots.engine.results.draft_tokens[slot, :steps]
-            hits = (drafted == texts[slot - 1].ids[row + 1 : row + 1 + steps]).long().cumprod(0)
+            hits = (drafted[slot] == texts[slot - 1].ids[row + 1 : row + 1 + steps]).long().cumprod(0)
             lengths[slot - 1].append(1.0 + float(hits.sum()))
     return [torch.tensor(each) for each in lengths]
+
+
+def _served(weights: DraftWeights, device: torch.device) -> DraftWeights:
+    """As an engine on `device` has them: on a GPU what is not packed is bfloat16, which the checkpoint was."""
+    from eaglex.hosts.draft_slots import to_device
+
+    if device.type == "cpu":
+        return weights
+    dtype = torch.bfloat16
+
+    def narrow(weight: Any) -> Any:
+        return weight.to(dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else weight
+
+    def fields_of(part: Any) -> dict[str, Any]:
+        return {f.name: narrow(getattr(part, f.name)) for f in dataclasses.fields(part)}
+
+    layers = [LayerWeights(**fields_of(layer)) for layer in weights.layers]
+    rest = fields_of(weights) | {"layers": layers, "aux_norms": [narrow(gamma) for gamma in weights.aux_norms]}
+    return to_device(DraftWeights(**rest), device)
 
 
 def walk(lengths: list[Tensor]) -> float:
@@ -331,10 +357,10 @@ def main(arguments: list[str] | None = None) -> int:
     three = kinds.add_parser("auto", help="the choice of --draft-quant auto")
     three.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
     three.add_argument("--shrink", type=int, default=1, help="divide every size by this (default 1)")
-    three.add_argument("--device", default="cuda", help="default cuda")
     three.add_argument("--num-steps", type=int, default=5, help="default 5")
     three.set_defaults(run=auto)
-    for sub in (one, two, three):
+    for sub, device in ((one, "cpu"), (two, "cpu"), (three, "cuda")):
+        sub.add_argument("--device", default=device, help=f"default {device}")
         sub.add_argument("--draft-quant", action="append", metavar="P", help="only these, as eaglex takes them")
         sub.add_argument("--output", help="JSON file for the figures")
     options = parser.parse_args(arguments)

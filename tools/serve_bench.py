@@ -15,11 +15,12 @@ More engines can be asked for: `pausing`, eaglex with pausing on where nothing i
 `eagle3-fp8`, SGLang's own draft quantised by SGLang;
 `socket`, SGLang's own draft run by eaglex's first worker.
 
-Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two),
-ENGINES (default "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP
-(1), NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an engine
-finds free for its weights and pool, ROUNDS (3), SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter.
-Exit status 1: an engine is missing.
+Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
+"eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
+them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
+engine finds free for its weights and pool, ROUNDS (3) at most, no other one begun that would not end within
+ROUND_SECONDS of the first one's begin, SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter. Exit status
+1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import socket_check
 from serve_parts.engine import batches, one, speculation
-from socket_check import Process, about, until
+from socket_check import Process, about, end_in_order, until
 from socket_parts.engine import write
 
 OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
@@ -75,9 +76,10 @@ def process_of(name: str, out: Path, number: int) -> Process:
     if name in OWN:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
-    devices = ",".join(map(str, range(int(os.environ.get("TP", "1")) + (name == "dedicated"))))
+    first = int(os.environ.get("GPU", "0"))
+    devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")) + (name == "dedicated"))))
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
-    if devices != "0":  # the host refuses to start where other engines hold unequal parts of the two
+    if "," in devices:  # the host refuses to start where other engines hold unequal parts of the two
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     return Process(["serve", name, str(result)], result, devices, port, environment)
 
@@ -151,6 +153,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def run(out: Path) -> int:
+    end_in_order()
     out.mkdir(parents=True, exist_ok=True)
     names = [name.strip() for name in os.environ.get("ENGINES", "eaglex; eagle3; none").split(";")]
     unknown = [name for name in names if name not in ENGINES]
@@ -177,7 +180,11 @@ def run(out: Path) -> int:
         gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
         if gate:
             until(lambda: Path(gate).exists(), left())
+        first = time.monotonic()
         for number in range(int(os.environ.get("ROUNDS", "3"))):
+            taken = (time.monotonic() - first) / max(number, 1)
+            if (number + 1) * taken > float(os.environ.get("ROUND_SECONDS", 3600)):
+                break
             for name, process in processes.items():
                 if not process.has(".ready") or process.over:
                     continue

@@ -13,13 +13,15 @@ requests are among them and answers are not compared; then all greedy ones are a
 A wrong answer, an error, an answer later than PATIENCE (60) seconds, a server that has died, a failed memory check,
 requests left over at the end, and drafts that could not be made: each is a failure, and the exit status is 1.
 
-Environment: SECONDS of traffic (120), CLIENTS (12), PORT (24100), UP (150) seconds to come up in, PATIENCE (60).
+Environment: SECONDS of traffic (120), less where all of it is to end by END_BY (seconds since the epoch), CLIENTS
+(12), PORT (24100), UP (150) seconds to come up in, PATIENCE (60).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -33,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from serve_parts.client import Client, Failed
+from socket_check import end_in_order
 from socket_parts.engine import write
 
 FLAGS = """
@@ -209,6 +212,7 @@ def soak(server: Any, traffic: Traffic, *, clients: int, seconds: float) -> dict
     report: dict[str, Any] = {}
     try:
         traffic.learn()
+        seconds = min(seconds, setting("END_BY", math.inf) - time.time() - 2.5 * (time.monotonic() - started) - 5)
         completion = client.post("/v1/completions", {"model": "x", "prompt": "def ", "max_tokens": 8, "temperature": 0})
         report["completion"] = completion["choices"][0]["text"]
         traffic.run(clients, seconds * 2 / 3, exact=True)
@@ -234,6 +238,7 @@ def soak(server: Any, traffic: Traffic, *, clients: int, seconds: float) -> dict
 def main() -> int:
     if len(sys.argv) < 4:
         sys.exit(__doc__)
+    end_in_order()
     pair, prompts, out = (Path(part) for part in sys.argv[1:4])
     out.mkdir(parents=True, exist_ok=True)
     import numpy

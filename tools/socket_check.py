@@ -98,6 +98,11 @@ class Process:
         self.process.wait()
 
 
+def end_in_order() -> None:
+    """Let a SIGTERM, as of `timeout`, pass through what kills the engines, which are in sessions of their own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def until(done: Any, seconds: float) -> bool:
     """Poll; False when the time is over first."""
     deadline = time.monotonic() + seconds
@@ -275,6 +280,7 @@ def about(out: Path) -> dict[str, Any]:
 
 
 def run(pair: Path, prompts: Path, out: Path) -> int:
+    end_in_order()
     """Tokens first, with the engines for the times coming up beside; then the times, with no other engine left."""
     described = about(out)
     gpus = int(os.environ.get("GPUS") or len(described["gpus"]))

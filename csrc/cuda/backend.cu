@@ -5,8 +5,10 @@
 
 #include <unordered_set>
 
+#include "cuda/admit.h"
 #include "cuda/factory.h"
 #include "cuda/kernels.h"
+#include "cuda/range.h"
 #include "cuda/stream/steps.h"
 
 namespace eaglex {
@@ -60,6 +62,17 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   EAGLEX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_));
   expect(major >= kOldest, ErrorCode::kDevice, "compute capability", concat("at least ", kOldest, ".0"), major);
   compiled_for_ = compiled_for();
+}
+
+// Frees wait until the device has done with what is freed: its own, which need not be the caller's current one.
+CudaBackend::~CudaBackend() {
+  int before = 0;
+  if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_) != cudaSuccess) return;  // a dead context
+  graphs_.reset();
+  fast_.reset();
+  failed_.reset();
+  memory_.clear();
+  static_cast<void>(cudaSetDevice(before));
 }
 
 void* CudaBackend::allocate(std::size_t bytes) {
@@ -230,6 +243,7 @@ void CudaBackend::rehearse(const std::function<void(Graphs::Bucket, cudaStream_t
 }
 
 void CudaBackend::replay(int lanes, int rows, const std::function<void(int, int)>& body) {
+  const StepRange step("cycle");
   const DeviceGuard guard(device_);
   cudaStreamCaptureStatus capture{};
   EAGLEX_CUDA_CHECK(cudaStreamIsCapturing(stream_, &capture));
@@ -264,9 +278,10 @@ GemmParams CudaBackend::gemm_params(const RowRange& range, const Linear& weight)
 }
 
 void CudaBackend::admit() {
+  const StepRange step("admit");
   const DeviceGuard guard(device_);
   if (purpose_ == Purpose::kRun) launch_store_block(batch_, block_, stream_);
-  launch_admit(chain_, lanes(), stream_);
+  launch_admit(chain_, fast_ ? fast_->live_rows() : LiveRows{}, lanes(), stream_);
 }
 
 // The host's rows as they are, where they need neither norm nor conversion: for prompts only, where the copy costs.
@@ -284,6 +299,7 @@ bool CudaBackend::streams_fuse() const {
 }
 
 void CudaBackend::fuse(const FuseParams& params) {
+  const StepRange step("fuse");
   const DeviceGuard guard(device_);
   if (streams_fuse() && fast_->fuse(params, stream_)) return;
   const int hidden = context_.config.hidden_size;
@@ -303,6 +319,7 @@ void CudaBackend::fuse(const FuseParams& params) {
 }
 
 void CudaBackend::qkv(const QkvParams& params) {
+  const StepRange step("qkv");
   const DeviceGuard guard(device_);
   if (fast_ && fast_->qkv(params, stream_)) return;
   const bool queries = params.parts != QkvParts::kKeyValue;
@@ -340,6 +357,7 @@ void CudaBackend::qkv(const QkvParams& params) {
 }
 
 void CudaBackend::attention(const AttentionParams& params) {
+  const StepRange step("attention");
   const DeviceGuard guard(device_);
   if (fast_ && fast_->attention(params, stream_)) return;
   const auto layer = static_cast<std::size_t>(params.layer);
@@ -348,6 +366,16 @@ void CudaBackend::attention(const AttentionParams& params) {
         range, params.q, k_[layer], v_[layer], params.scratch_k, params.scratch_v, buffers_.attention, params.out};
     launch_attention(chain_, type_, attention, num_sms_, stream_);
   });
+}
+
+void CudaBackend::o_proj(const ProjectionParams& params) {
+  const StepRange step("o_proj");
+  project(params);
+}
+
+void CudaBackend::down(const ProjectionParams& params) {
+  const StepRange step("down");
+  project(params);
 }
 
 void CudaBackend::project(const ProjectionParams& params) {
@@ -361,6 +389,7 @@ void CudaBackend::project(const ProjectionParams& params) {
 }
 
 void CudaBackend::gate_up(const GateUpParams& params) {
+  const StepRange step("gate_up");
   const DeviceGuard guard(device_);
   if (fast_ && fast_->gate_up(params, stream_)) return;
   in_chunks(params.rows, buffers_.norm_rows, [&](const RowRange& range) {
@@ -374,6 +403,7 @@ void CudaBackend::gate_up(const GateUpParams& params) {
 }
 
 void CudaBackend::head(const HeadParams& params) {
+  const StepRange step("head");
   const DeviceGuard guard(device_);
   if (fast_ && fast_->head(params, stream_)) return;
   void* const replace = context_.config.next_hidden == NextHidden::kNormed ? params.hidden : nullptr;
@@ -389,6 +419,7 @@ void CudaBackend::head(const HeadParams& params) {
 }
 
 void CudaBackend::select(const SelectParams& params) {
+  const StepRange step("select");
   const DeviceGuard guard(device_);
   if (fast_ && fast_->select(params, stream_)) return;
   const Begin begin = fast_ && fast_->releases() ? Begin::kDependent : Begin::kAfterTheOneBefore;
@@ -396,6 +427,7 @@ void CudaBackend::select(const SelectParams& params) {
 }
 
 void CudaBackend::tree(const VerifyBatch& batch, Stream stream) {
+  const StepRange step("tree");
   const DeviceGuard guard(device_);
   if (fast_) fast_->heal(static_cast<cudaStream_t>(stream));
   launch_tree(context_, batch, num_sms_, static_cast<cudaStream_t>(stream));

@@ -22,6 +22,7 @@ namespace eaglex::cuda {
 class CudaBackend : public Backend {
  public:
   explicit CudaBackend(int device);
+  ~CudaBackend() override;
 
   [[nodiscard]] const char* name() const noexcept override { return fast_ ? "cuda" : "cuda, plain chain"; }
   [[nodiscard]] Device device() const noexcept override { return {DeviceKind::kCuda, device_}; }
@@ -49,9 +50,9 @@ class CudaBackend : public Backend {
   void fuse(const FuseParams& params) override;
   void qkv(const QkvParams& params) override;
   void attention(const AttentionParams& params) override;
-  void o_proj(const ProjectionParams& params) override { project(params); }
+  void o_proj(const ProjectionParams& params) override;
   void gate_up(const GateUpParams& params) override;
-  void down(const ProjectionParams& params) override { project(params); }
+  void down(const ProjectionParams& params) override;
   void head(const HeadParams& params) override;
   void select(const SelectParams& params) override;
   void tree(const VerifyBatch& batch, Stream stream) override;

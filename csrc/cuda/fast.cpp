@@ -93,8 +93,12 @@ class StreamChain final : public FastChain {
     plan_.drafting = setup.drafting;
     plan_.pool_k = pool_k_.data();
     plan_.pool_v = pool_v_.data();
+    live_.count = static_cast<std::int32_t*>(setup.device(sizeof(std::int32_t)));
+    live_.rows = static_cast<LiveRow*>(setup.device(LiveRows::kMost * sizeof(LiveRow)));
     stream::check(cudaStreamSynchronize(nullptr), "retile");  // the originals may be freed now
   }
+
+  [[nodiscard]] LiveRows live_rows() const noexcept override { return live_; }
 
   // With one layer a prompt is fc and the projections of K and V; the rest sees one row per request.
   [[nodiscard]] bool reads_original(const void* matrix) const override {
@@ -149,10 +153,11 @@ class StreamChain final : public FastChain {
       launch = *std::exchange(rows_, std::nullopt);
       launch.parts = QkvParts::kAll;
       if (launch.layer == 0) plan_.embed_tokens = launch.embed_tokens.data;
-      stream::StreamPlan plan = plan_for(launch.rows);
-      plan.last_queries = true;
-      stream::launch_qkv(plan, launch, context_, batch_, to);
-      return true;
+      return in_parts(launch.rows, launch.qkv, [&](const Rows& rows, stream::StreamPlan plan) {
+        launch.rows = rows;
+        plan.last_queries = true;
+        stream::launch_qkv(plan, launch, context_, batch_, to);
+      });
     }
     if (params.parts == QkvParts::kKeyValue) {
       return in_parts(params.rows, launch.qkv, [&](const Rows& rows, const stream::StreamPlan& plan) {
@@ -230,27 +235,34 @@ class StreamChain final : public FastChain {
   };
 
   // Whether K and V of an extend's rows wait for the queries of its last ones, so that one launch reads the three matrices
-  // instead of two a part of them each. Queries of all rows cost nothing where these are few.
+  // instead of two a part of them each. Queries of all rows cost little where these are few.
   [[nodiscard]] bool joins(const Rows& rows) const {
-    constexpr int kMost = 16;
-    return rows.max_rows <= kMost && context_.speculation.num_steps > 0;
+    return rows.max_rows <= kMaxTokens && context_.speculation.num_steps > 0;
   }
 
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
 
+  // Rows of the first part of a pass, the rest comes in parts of `most`. admit lists the rows that count side by side: of
+  // a chain of five steps half and fewer. So parts are a little larger than half where a smaller one is cheaper, and
+  // those behind the last row that counts take a microsecond.
+  [[nodiscard]] static int first_part(int rows, int most) {
+    if (rows > 32 && rows <= 64) return 32;
+    return rows > 64 && rows <= 96 ? 64 : most;
+  }
+
   // The batch's own rows, which may be more than a launch takes: reading the matrix as often is faster than the plain
-  // chain. Three parts of 128 rows are a little faster than two of 192 (H200).
+  // chain.
   template <class Launch>
   bool in_parts(Rows rows, const Linear& matrix, Launch&& launch) const {
-    constexpr int kMost = 6 * kMaxTokens;
-    if (rows.max_rows < 1 || rows.max_rows > kMost) return false;
+    if (rows.max_rows < 1 || rows.max_rows > LiveRows::kMost) return false;
     const int most = stream::most_rows(plan_.device, static_cast<const stream::Tiles*>(matrix.prepared)->precision);
-    const int size = rows.max_rows <= most ? most : std::min(most, 2 * kMaxTokens);
     stream::StreamPlan plan = plan_for(rows);
+    plan.live = live_;
     Rows part = rows;
-    for (; plan.first_row < rows.max_rows; plan.first_row += size) {
+    for (int size = first_part(rows.max_rows, most); plan.first_row < rows.max_rows; size = most) {
       part.max_rows = std::min(size, rows.max_rows - plan.first_row);
       launch(part, plan);
+      plan.first_row += part.max_rows;
     }
     return true;
   }
@@ -275,6 +287,7 @@ class StreamChain final : public FastChain {
   std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
   std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
+  LiveRows live_;
   std::optional<QkvParams> rows_;   // an extend's K and V that kQuery will launch
   bool last_queries_ = false;       // it has
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch

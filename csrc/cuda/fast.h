@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/params.h"
+#include "cuda/live_rows.h"
 
 namespace eaglex::cuda {
 
@@ -47,6 +48,8 @@ class FastChain {
   [[nodiscard]] static bool reads(const DraftBatch& batch) noexcept;
   // Whether the plain chain may still be asked for a product with this matrix of Setup::weights.
   [[nodiscard]] virtual bool reads_original(const void* matrix) const = 0;
+  // Where admit lists the rows that count.
+  [[nodiscard]] virtual LiveRows live_rows() const noexcept = 0;
   // Before a cycle on `stream`. Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was
   // drafted since the last call is void. From then on no block waits. Waits for the stream only in that case; while the
   // stream is captured, which must not be waited for, it leaves the error to the call after.

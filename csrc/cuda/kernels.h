@@ -14,8 +14,6 @@ namespace eaglex::cuda {
 // At load: a low-bit matrix of the device in the type of the activations, [out, in].
 void launch_unpack(const Matrix& matrix, DType type, void* out, cudaStream_t stream);
 
-void launch_admit(const Chain& chain, int lanes, cudaStream_t stream);
-
 // fuse: auxiliary hidden states, normed where the draft says so, in the weights' type.
 struct FuseInput {
   RowRange range;

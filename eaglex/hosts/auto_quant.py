@@ -1,13 +1,13 @@
 """`--draft-quant auto`: the precision of each part, by measured time and agreement, with the figures behind it.
 
-Every part is measured alone in FP8 and in INT4. Seconds add up over parts, since kernels run one after another, and so
-do lost agreements (docs/precision.md); the best recipe by those sums is then measured itself, beside FP8 and INT4 for
-all parts, and the best measured one is taken. A recipe's score is tokens per second at batch 1,
+Every part is measured alone in FP8 and, but for the head, in INT4. Seconds add up over parts, since kernels run one
+after another, and so do lost agreements (docs/precision.md); the best recipe by those sums is then measured itself,
+beside FP8 and INT4 for all parts, and the best measured one is taken. A recipe's score is tokens per second at batch 1,
 
     (1 + a + a² + … + a^K) / (verification + cycle),    a = accept · (1 - loss · (1 - same best token))
 
-where `accept` is the share of rows whose best token is the target's, and `loss` what a best token that differs costs:
-most that differ were as likely to be refused before.
+where `accept` is what makes the first sum the accept length that the stored draft has on the text, drafted from every
+row, and `loss` what a best token that differs costs: most that differ were as likely to be refused before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ ACCEPT, LOSS = 0.75, 0.2
 VERIFY_CYCLES = 4.0  # and a verification then counts as that many cycles of the unquantised draft
 SECONDS = 20.0  # behind this no further part is measured, so that a start stays bounded
 NEAR = 0.005  # scores closer than this, or than two runs of one draft, are equal: what agrees most is taken
-_ROUNDS, _CYCLES, _ROUND_SECONDS = 12, 3, 0.4
+# A recipe is timed for 0.4 s, at most 12 rounds of 3 to 50 cycles: so many that waiting for the device, which costs as
+# much as a hundredth of a millisecond, is shared by some milliseconds.
+_ROUNDS, _CYCLES, _MOST_CYCLES, _ROUND_SECONDS, _LEAST_ROUND = 12, 3, 50, 0.4, 0.01
+_DRAFT_SECONDS = 2.0  # for drafts from the text's rows
 _LOW = (Precision.FP8, Precision.INT4)
+# A head in INT4 costs most of all parts, and no choice of scales holds it within 3 % (docs/precision.md).
+_NEVER = ((Part.HEAD, Precision.INT4),)
 _READ_BY_STEPS = ("norm", "lm_head")  # and the layers; fc once per cycle, of the embedding a row
 
 
@@ -104,14 +109,15 @@ def choose(
     alone: dict[tuple[Part, Precision], Measured] = {}
     parts = _plain_parts(weights)
     left = [(part, precision) for part in parts for precision in _LOW if _fits(weights, part, precision)]
+    whole = len(left) == len(Part) * len(_LOW) - len(_NEVER)
     while left and time.perf_counter() - begun < SECONDS:
         part, precision = left.pop(0)
         alone[part, precision] = bench.measure(DraftQuant(**{part.value: precision}))
     again = bench.measure(DraftQuant()).seconds
     apart, stored = abs(again - stored.seconds), dataclasses.replace(stored, seconds=min(again, stored.seconds))
-    score = _score(stored, list(alone.values()), text, speculation.num_steps, apart)
+    score = _score(stored, list(alone.values()), text, _Known(speculation.num_steps, bench.accept_length(), apart))
     wanted = [_best_sum(stored, alone, score)]
-    if len(alone) == len(Part) * len(_LOW):
+    if whole and not left:
         wanted += [DraftQuant.parse(word.value) for word in _LOW]
     found = [stored, *alone.values()]
     for quant in wanted:
@@ -173,17 +179,44 @@ class _Bench:
         )  # fmt: skip
         slots.run([self._rows(0, rows)])
         batch = batch_of([self._rows(rows - accepted, rows)], device=self.device, sampled=self._sampled)
-        least, until = float("inf"), time.perf_counter() + _ROUND_SECONDS
+        least, until, cycles = float("inf"), time.perf_counter() + _ROUND_SECONDS, _CYCLES
         for done in range(_ROUNDS):
             self._wait()
             begun = time.perf_counter()
-            for _ in range(_CYCLES):
+            for _ in range(cycles):
                 slots.engine.run(batch, current_stream(self.device))
             self._wait()
-            least = min(least, (time.perf_counter() - begun) / _CYCLES)
+            least = min(least, (time.perf_counter() - begun) / cycles)
             if done and time.perf_counter() > until:
                 break
+            cycles = min(_MOST_CYCLES, max(_CYCLES, round(_LEAST_ROUND / least)))
         return least
+
+    def accept_length(self) -> float | None:
+        """Of a chain of the stored draft, bonus counted: the mean over drafts from the text's counted rows, as far as
+        the target's text goes beyond them. None where there is no such text.
+        """
+        steps, first = self.speculation.num_steps, len(self.ids) - self.counted
+        last = min(len(self.ids), self.config.max_positions) - steps
+        if self.follows is None or steps == 0 or first >= last:
+            return None
+        slots = DraftSlots(
+            self.config, self.weights, speculation=SpeculationConfig(num_steps=steps), max_batch=1,
+            max_length=last + steps + 1, max_rows=max(1, first), device=self.device,
+        )  # fmt: skip
+        if first:
+            prompt = self._rows(0, first)
+            slots.run([dataclasses.replace(prompt, draft_from=False, temperature=0.0, uniforms=None)])
+        lengths, until = [], time.perf_counter() + _DRAFT_SECONDS
+        for row in range(first, last):
+            slots.run([dataclasses.replace(self._rows(row, row + 1), temperature=0.0, uniforms=None)])
+            results = slots.engine.results
+            drafted = results.draft_tokens[1, : int(results.num_nodes[1])].cpu()
+            said = self.follows[row - first :][: len(drafted)]
+            lengths.append(1.0 + float((drafted == said).long().cumprod(0).sum()))
+            if time.perf_counter() > until:
+                break
+        return sum(lengths) / len(lengths)
 
     @property
     def _sampled(self) -> bool:
@@ -203,6 +236,8 @@ class _Bench:
 
 def _fits(weights: DraftWeights, part: Part, precision: Precision) -> bool:
     """INT4 rows begin at a byte, so they have an even number of inputs."""
+    if (part, precision) in _NEVER:
+        return False
     shapes = [weight.shape for name, weight in weights.named() if part_of(name) is part]
     return precision is not Precision.INT4 or all(shape[1] % 2 == 0 for shape in shapes)
 
@@ -220,19 +255,36 @@ def _plain_parts(weights: DraftWeights) -> list[Part]:
     return sorted((part for part in Part if part not in packed), key=lambda part: -sizes[part])
 
 
-def _score(
-    stored: Measured, alone: list[Measured], text: CalibrationText, num_steps: int, apart: float = 0.0
-) -> Score:
-    """What the text shows of acceptance; what it cannot show is assumed. Two runs were `apart` by so many seconds."""
-    verify = text.verify_seconds or VERIFY_CYCLES * stored.seconds
-    near = max(NEAR, apart / (verify + stored.seconds))
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What was measured of the stored draft beside its recipe's figures."""
+
+    num_steps: int
+    length: float | None = None  # accept length on the text, by a chain
+    apart: float = 0.0  # seconds that two runs were apart
+
+
+def _score(stored: Measured, alone: list[Measured], text: CalibrationText, known: _Known) -> Score:
+    """What the text shows of acceptance; what it cannot show is assumed."""
+    verify, steps = text.verify_seconds or VERIFY_CYCLES * stored.seconds, known.num_steps
+    near = max(NEAR, known.apart / (verify + stored.seconds))
     if not stored.accept:
-        return Score(num_steps=num_steps, verify_seconds=verify, accept=ACCEPT, loss=LOSS, near=near)
+        return Score(num_steps=steps, verify_seconds=verify, accept=ACCEPT, loss=LOSS, near=near)
     differ = sum(1 - each.same_best for each in alone)
     lost = sum(stored.accept - each.accept for each in alone if each.accept is not None)
     # Over all recipes together, since a single one's loss on so few rows is mostly chance. Never a gain.
     loss = min(1.0, max(LOSS / 2, lost / differ / stored.accept)) if differ else LOSS
-    return Score(num_steps=num_steps, verify_seconds=verify, accept=stored.accept, loss=loss, near=near)
+    accept = stored.accept if known.length is None else _accept_of(known.length, steps)
+    return Score(num_steps=steps, verify_seconds=verify, accept=accept, loss=loss, near=near)
+
+
+def _accept_of(length: float, num_steps: int) -> float:
+    """The a of 1 + a + … + a^K = length, between 0 and 1."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(num_steps + 1)) < length else (low, middle)
+    return high
 
 
 def _best_sum(stored: Measured, alone: dict[tuple[Part, Precision], Measured], score: Score) -> DraftQuant:
@@ -268,10 +320,11 @@ def _lines(
     verify = f"{score.verify_seconds * 1e3:.3f} ms"
     said = f"measured {verify}" if text.verify_seconds else f"taken for {VERIFY_CYCLES:g} cycles as stored, {verify}"
     whose = "measured" if stored.accept else "assumed"
+    hits = f"{stored.accept or score.accept:.1%}"
     yield (
-        f"draft_quant auto: {text.counted} rows of {text.origin}; the draft's best token is the target's in "
-        f"{score.accept:.1%}, a best token that differs costs {score.loss:.2f} of one ({whose}); a verification is "
-        f"{said}"
+        f"draft_quant auto: {text.counted} rows of {text.origin}; the draft's best token is the target's in {hits} and "
+        f"its accept length {score.accept_length(1.0):.3f}, a best token that differs costs {score.loss:.2f} of one "
+        f"({whose}); a verification is {said}"
     )
     names = ["as stored" if each.quant == DraftQuant() else str(each.quant) for each in found]
     wide = max(map(len, ["recipe", *names]))

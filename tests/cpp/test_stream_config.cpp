@@ -80,9 +80,9 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
           require(!is_paired(bits, config.token_tiles) || config.token_tiles > 1 || config.stages % 2 == 0,
                   what + ": a stage is one team's");
           require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
-          require(
-              shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
-              what + ": the layout fits");
+          const SharedLayout at =
+              shared_layout(problem, config.token_tiles, config.chunk_k, config.stages, config.kept_chunks);
+          require(at.total <= config.shared_bytes, what + ": the layout fits");
           require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
           if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
             require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
@@ -100,6 +100,34 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
               std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
   }
   require(refused, "k = 100 is refused by name");
+}
+
+TEST_CASE("configure: a single token's x is kept beside INT4, as much as any block needs") {
+  for (const NamedDevice& device : kDevices) {
+    for (const int k : {4096, 7168, 2880 / 64 * 64}) {
+      for (const int segments : {1, 2}) {
+        const GemmProblem problem{6144, k, segments, 1, true, 4, 24, 0};
+        const GemmConfig config = configure(problem, device.limits);
+        const std::string what = concat(device.name, ", K ", k, ", ", segments, " segments");
+        require(config.chunk_k == 256, what + ": a warp has 16 bytes per lane");
+        const int units = config.split.share + (config.split.extra > 0 ? 1 : 0);
+        const int needed = std::min(units, segments * config.chunks_per_segment);
+        require(config.kept_chunks == 0 || config.kept_chunks >= needed, what + ": a place for each chunk");
+        if (device.limits.compute_capability != 90) continue;
+        require(config.kept_chunks > 0 && config.stages >= 8, what + ": kept, beside a deep ring");
+        const SharedLayout at = shared_layout(problem, 1, 256, config.stages, config.kept_chunks);
+        require(at.x_sums - at.x == config.kept_chunks * 512 && at.x_squares - at.x_sums == config.kept_chunks * 16 &&
+                    at.exchange - at.x_squares >= config.kept_chunks * 4 && at.exchange == at.gamma,
+                what + ": x, its sums, its squares, and no gamma in the ring");
+      }
+    }
+    for (const int bits : {16, 8, 4}) {
+      for (const int tokens : {2, 8, 16, 64}) {
+        const GemmProblem problem{6144, 4096, 1, tokens, true, bits, 24, 0};
+        require(configure(problem, device.limits).kept_chunks == 0, concat(bits, " bits, ", tokens, " tokens"));
+      }
+    }
+  }
 }
 
 TEST_CASE("configure: FP8 and INT4 by wgmma, up to 64 tokens") {
@@ -132,7 +160,7 @@ TEST_CASE("configure: FP8 and INT4 by wgmma, up to 64 tokens") {
 TEST_CASE("configure: more than 64 tokens have an SM for one block, and need wgmma") {
   for (const NamedDevice& device : kDevices) {
     if (device.limits.compute_capability != 90) continue;
-    for (const int tokens : {17, 33, 64, 65, 128, 129, 192}) {
+    for (const int tokens : {17, 33, 64, 65, 97, 128}) {
       GemmProblem fuse{4096, 3 * 4096, 1, tokens, true};
       fuse.wgmma = true;
       const GemmConfig config = configure(fuse, device.limits);
@@ -162,7 +190,7 @@ TEST_CASE("sums_in_slices: matrices of few tiles and many rows of x") {
   };
   require(sliced(4096, 4096, 1, 64) && sliced(4096, 14336, 1, 64), "o_proj and down of 64 rows");
   require(sliced(2048, 4096, 2, 48), "K and V of an extend");
-  require(sliced(4096, 12288, 1, 192) && sliced(4096, 12288, 1, 65), "fuse of more than 64");
+  require(sliced(4096, 12288, 1, 128) && sliced(4096, 12288, 1, 65), "fuse of more than 64");
   require(!sliced(6144, 4096, 2, 64), "qkv: too few blocks a tile for a common wait");
   require(!sliced(28672, 4096, 1, 64) && !sliced(32000, 4096, 1, 64), "gate_up and head: two");
   require(!sliced(4096, 4096, 1, 32) && !sliced(4096, 4096, 1, 1), "few rows");
@@ -324,6 +352,7 @@ TEST_CASE("words: INT4 pairs bare, 8 above the number, rows g + 8 in sixteenfold
       }
     }
   }
+  require(kInt4BareEights == -8 * 0x1p-133F, "as a float");
 }
 
 TEST_CASE("k_block_bytes: INT4's scales behind each group, the last one short") {
@@ -361,6 +390,18 @@ TEST_CASE("attention: beside one block of a matrix where the head is not too wid
   }
 }
 
+TEST_CASE("attention_grid: longer contexts keep more of the device busy") {
+  require(length_class(0) == 0 && length_class(1536) == 0 && length_class(1537) == 1 && length_class(3073) == 2,
+          "classes are powers of two of 1,536");
+  require(length_class(131072) == 7 && length_class(std::int64_t{1} << 40) == kLengths - 1, "the last has no end");
+  constexpr int kSlots = 264;
+  const AttentionGrid one = attention_grid(kSlots, 1, 1, 4, 8);
+  require(one.splits[0] == 8, "64 blocks for a request of 1,000 keys");
+  require(one.splits[kLengths - 1] * one.tasks > kSlots * 9 / 10, "nearly all for a request of 131,072");
+  const AttentionGrid many = attention_grid(kSlots, 64, 1, 4, 8);
+  require(many.splits[0] == 1 && many.splits[kLengths - 1] <= 2, "64 requests are enough by themselves");
+}
+
 TEST_CASE("attention_grid: every query row has a task") {
   for (const NamedDevice& device : kDevices) {
     for (int rows = 1; rows <= kMaxTokens; ++rows) {
@@ -368,9 +409,14 @@ TEST_CASE("attention_grid: every query row has a task") {
         const AttentionGrid grid = attention_grid(slots_of(device.limits), rows, width, 8, 8);
         require(grid.tasks * grid.width >= rows * grid.packs * 8 && grid.packs * kPackedRows >= width * 8,
                 "every query row has a task");
-        require(grid.splits == 1 || grid.tasks * grid.splits <= 4 * slots_of(device.limits),
-                "split tasks fit their counters and parts");
-        require(attention_blocks(device.limits, grid) <= slots_of(device.limits), "at most two blocks per SM");
+        for (const int splits : grid.splits) {
+          require(splits >= 1 && (splits == 1 || grid.tasks * splits <= 4 * slots_of(device.limits)),
+                  "split tasks fit their counters and parts");
+        }
+        for (const int context : {1, 1536, 1537, 131072, 1 << 30}) {
+          require(attention_blocks(device.limits, grid, context) <= slots_of(device.limits),
+                  "at most two blocks per SM");
+        }
       }
     }
   }

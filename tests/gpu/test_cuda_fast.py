@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import test_engine_isolation
 import torch
 from support.cuda_rig import CudaRig, moved_weights
 from support.models import random_weights
@@ -147,6 +148,34 @@ def test_drafts_are_those_of_the_plain_chain(name, speculation, monkeypatch) -> 
     print(f"{common} of {nodes} nodes in {drafts} drafts are the same")
     assert drafts > 100
     assert common > 0.93 * nodes, f"{common} of {nodes} nodes in {drafts} drafts are the same"
+
+
+@pytest.mark.parametrize("accepted", ["one", "all", "some"])
+@pytest.mark.parametrize("requests", [7, 16, 24, 32])
+@pytest.mark.parametrize("name", ["gqa", "mha, aux norms"])
+def test_rows_that_count_are_few_or_all(name, requests, accepted) -> None:
+    """35 to 160 rows come in two parts; the second has work where the target has accepted more than about half. A
+    request with a token that does not exist keeps nothing, and no other notices.
+    """
+    nodes = CHAIN.num_draft_tokens
+    rig = make_rig(name, CHAIN)
+    for request in range(requests):
+        rig.join(request, 1 + request)
+    rig.compare(rig.cycle([Ask(r, 2) for r in range(requests)]))
+    count = {"one": lambda r: 1, "all": lambda r: nodes, "some": lambda r: 1 + r * 3 % nodes}[accepted]
+    asks: list[Ask | None] = [Ask(r, nodes, count(r), draft_from=r % 5 != 3) for r in range(requests)]
+    batch = rig.batch(asks)
+    damaged = dataclasses.replace(batch, input_ids=batch.input_ids.clone())
+    damaged.input_ids[2 * nodes] = -1
+    rig.engine.run(damaged)
+    assert int(rig.engine.results.num_nodes[3]) == 0
+    others = [r for r in range(requests) if r != 2]
+    first = [rig.snapshot(1 + r) for r in others]
+    rig.compare(rig.cycle(asks))
+    assert all(map(test_engine_isolation.same, [rig.snapshot(1 + r) for r in others], first))
+    rig.compare(rig.cycle([Ask(r, 3) for r in range(requests)]))
+    rig.judge.check()
+    rig.compare_pool()
 
 
 def paths(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor) -> dict[tuple[int, ...], float]:

@@ -31,6 +31,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         LOG.append(f"{self.name} waits for {event.name}")
 
+    def wait_stream(self, other: Stream) -> None:
+        LOG.append(f"{self.name} waits for {other.name}")
+
     def synchronize(self) -> None:
         LOG.append(f"cpu waits for {self.name}")
 

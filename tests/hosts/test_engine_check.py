@@ -11,6 +11,7 @@ from test_socket_check import served
 
 from eaglex.hosts.sglang import options
 from eaglex.hosts.sglang.options import Drafter
+from eaglex.packed import DraftQuant, Precision
 
 
 def judged_after(lane: str, change: Any) -> dict[str, Any]:
@@ -94,18 +95,48 @@ def test_weight_updates_are_judged_by_the_engine_alone() -> None:
     def passes(*changes: Any) -> dict[str, Any]:
         made = served("EAGLEX")
         first = made["passes"][0]["requests"]
-        runs = [[dict(one, ids=list(one.get("ids", []))) if "ids" in one else one for one in first] for _ in range(3)]
+        runs = [[dict(one, ids=list(one.get("ids", []))) if "ids" in one else one for one in first] for _ in changes]
         for run, change in zip(runs, changes, strict=True):
             change(run)
         return {"passes": [{"requests": run, "seconds": 1.0} for run in runs]}
 
-    name = "chain, weight updates"
-    assert engine_check.lanes_of(name) == (ENGINE,)
-    good = engine_check.judged_alone(name, passes(same, same, another_token))
-    assert good["equal"]
-    assert name in table({"cases": [good]})[2]
-    assert not engine_check.judged_alone(name, passes(same, another_token, another_token))["equal"]
-    assert not engine_check.judged_alone(name, passes(same, same, same))["equal"], "the update changed nothing"
+    def equal(name: str, *changes: Any) -> bool:
+        assert engine_check.lanes_of(name) == (ENGINE,)
+        row = engine_check.judged_alone(name, passes(*changes))
+        assert name in table({"cases": [row]})[2]
+        return bool(row["equal"])
+
+    name = "chain, weight updates"  # disk, tensor, distributed
+    assert equal(name, same, same, another_token, same)
+    assert not equal(name, same, another_token, another_token, same)
+    assert not equal(name, same, same, another_token, another_token)
+    assert not equal(name, same, same, same, same), "the update changed nothing"
+    assert equal("chain, memory saver", same, same)
+    assert not equal("chain, memory saver", same, another_token)
+
+
+@pytest.mark.parametrize("lane", engine_check.FEWER_BITS)
+def test_fewer_bits_owe_the_tokens_and_most_of_the_accept_length(lane: str) -> None:
+    assert lane in engine_check.lanes_of("chain, many prompts")
+    chosen = options.read(lane_environment(lane))
+    assert chosen.drafter is Drafter.ENGINE
+    assert chosen.draft_quant == DraftQuant.every(Precision.FP8) if "fp8" in lane else chosen.draft_quant is not None
+
+    def accepted(part: float) -> Any:
+        def change(requests: list[dict[str, Any]]) -> None:
+            for request in requests[:3]:
+                request |= {"verify": 1000, "correct": 1000 * (2 * part - 1)}
+
+        return change
+
+    least = engine_check.FEWER_BITS[lane]
+    for part, equal in ((least + 0.01, True), (least - 0.01, False)):
+        stock, ours = served("EAGLE3"), served("EAGLEX")
+        for run, length in ((stock, 1.0), (ours, part)):
+            for one in run["passes"]:
+                accepted(length)(one["requests"])
+        assert judged("chain, many prompts", stock, ours, lane)["equal"] is equal
+    assert not judged_after(lane, another_token)["equal"]
 
 
 def test_what_is_excused_depends_on_the_case_and_the_lane() -> None:

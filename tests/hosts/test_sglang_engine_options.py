@@ -106,7 +106,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 REFUSED = {
-    "nnodes": 2, "enable_memory_saver": True, "speculative_draft_model_quantization": "awq",
+    "nnodes": 2, "speculative_draft_model_quantization": "awq",
     "speculative_draft_load_format": "dummy", "speculative_draft_attention_backend": "triton", "pp_size": 2,
     "enable_hierarchical_cache": True, "disaggregation_mode": "prefill",
     "enable_dp_attention": True, "enable_two_batch_overlap": True, "enable_multi_layer_eagle": True,

@@ -24,6 +24,7 @@ from eaglex.hosts.sglang.hooks import UPDATES
 
 OURS = Path(eaglex.__file__).parent / "hosts" / "sglang"
 SPECULATIVE = "sglang.srt.speculative"
+DRAFT_STREAM = fake_host.Stream(priority=-1).cuda_stream
 
 
 @pytest.fixture
@@ -45,7 +46,10 @@ def logged(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = getattr(engine, name)
 
         def call(*arguments: Any, name: str = name, plain: Any = plain, **options: Any) -> Any:
-            LOG.append(f"{name} on {fake_host.Stream.current.name}")
+            on = fake_host.Stream.current.name
+            if name == "run":
+                on = "draft" if arguments[1] == DRAFT_STREAM else "forward"
+            LOG.append(f"{name} on {on}")
             return plain(*arguments, **options)
 
         monkeypatch.setattr(engine, name, call)
@@ -62,8 +66,7 @@ def test_one_cycle_in_order(host: Host, monkeypatch: pytest.MonkeyPatch) -> None
     assert LOG[-4:] == ["prefill on forward", "publish", "event on forward", "copy on forward"], "a first token waits"
     host.decode([])
     assert LOG == [
-        "draft waits for forward's event", "run on draft", "event on draft", "forward waits for draft's event",
-        "tree on forward", "verify on forward", "publish", "event on forward", "copy on forward",
+        "run on forward", "tree on forward", "verify on forward", "publish", "event on forward", "copy on forward",
     ]  # fmt: skip
 
 
@@ -74,6 +77,18 @@ def test_without_overlap_the_draft_starts_at_once(monkeypatch: pytest.MonkeyPatc
         assert LOG[-5:] == [
             "event on forward", "draft waits for forward's event", "run on draft", "event on draft", "copy on forward",
         ]  # fmt: skip
+
+
+def test_a_host_that_goes_on_elsewhere_waits_for_the_draft(host: Host) -> None:
+    whole_prompts(host)
+    host.worker._stream.join()
+    other = fake_host.Stream()
+    other.name, other.cuda_stream = "other", 7
+    stream = host.worker._stream
+    stream.current._handle, stream.current._stream = 0, other  # torch's current one, as the worker asks for it
+    LOG.clear()
+    assert stream.join() is other
+    assert LOG == ["other waits for forward"]
 
 
 def test_the_engine_is_warm_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,26 +121,36 @@ def test_what_the_host_relays_can_be_filtered(host: Host) -> None:
 def test_a_flush_forgets_all_drafts(host: Host) -> None:
     whole_prompts(host)
     host.worker.clear_cache_pool()
-    assert LOG[-1] == "cpu waits for draft"
+    assert LOG[-1] == "cpu waits for forward"
     assert host.worker._draft_worker.engine.results.drafted_for.tolist() == [-1] * (host.setting.slots + 1)
 
 
-def test_memory_is_released_when_no_draft_runs(host: Host) -> None:
+def test_memory_is_released_when_no_draft_runs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged(host, monkeypatch)
     whole_prompts(host)
     host.symbols["SchedulerWeightUpdaterManager"]().release_memory_occupation(None)
-    assert LOG.index("event on draft") < LOG.index("cpu waits for draft") < LOG.index("release")
+    assert LOG.index("run on forward") < LOG.index("cpu waits for forward") < LOG.index("release")
+    host.worker.clear_cache_pool()  # as the host flushes its cache when K and V are gone
+    for request in host.running:
+        request.expected = fake_none()
+    host.decode([])  # without a draft
+    host.decode([])  # and with one again
+    assert host.drafted > 0
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_weights_change_when_no_draft_runs_and_what_is_shared_is_renewed(update: str) -> None:
+def test_weights_change_when_no_draft_runs_and_what_is_shared_is_renewed(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with made_host() as host:
+        logged(host, monkeypatch)
         draft = host.worker._draft_worker
         assert "embed_tokens" in draft.facts.borrowed, "the pair no longer shares anything"
         whole_prompts(host)
         model, before = host.worker.target_worker.model_runner.model, draft.engine
         model.embed = model.embed * 0.5
         getattr(host.symbols["SchedulerWeightUpdaterManager"](), update)(None)
-        assert LOG.index("event on draft") < LOG.index("cpu waits for draft") < LOG.index("update")
+        assert LOG.index("run on forward") < LOG.index("cpu waits for forward") < LOG.index("update")
         assert draft.engine is not before
         assert model.embed.data_ptr() in bound(draft)
         assert model.head.data_ptr() not in bound(draft), "a draft's own head is not the target's"
@@ -164,16 +189,16 @@ def test_the_draft_is_the_checkpoint_and_the_targets_own_embedding(host: Host) -
 def test_inputs_are_kept_until_the_draft_has_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_host.Event, "query", lambda self: False)
     whole_prompts(host, 1)
-    held = len(host.worker._stream.running)
+    held = len(host.worker._stream.kept)
     for _ in range(3):
         host.decode([])
-    assert len(host.worker._stream.running) == held + 3
+    assert len(host.worker._stream.kept) == held + 3
     monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
     host.decode([])
-    assert len(host.worker._stream.running) == 1
+    assert len(host.worker._stream.kept) == 2, "the last two: nothing yet says that they have run"
     for _ in range(5):
         host.decode([])
-    assert len(host.worker._stream.running) <= host.worker._stream.KEPT
+    assert len(host.worker._stream.kept) <= host.worker._stream.KEPT
 
 
 def test_a_target_that_does_not_capture_the_layers_is_named(host: Host) -> None:

@@ -192,10 +192,10 @@ def test_inputs_are_kept_until_the_draft_has_run(worker: Any, monkeypatch: pytes
     monkeypatch.setattr(fake_host.Event, "query", lambda self: False)
     for length in range(5, 9):
         decode(worker, [2], [length], [20], publish=False)
-    assert len(worker._stream.running) == 4
+    assert len(worker._stream.kept) == 4
     monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
     decode(worker, [2], [9], [20], publish=False)
-    assert len(worker._stream.running) == 1
+    assert len(worker._stream.kept) == 2, "the last two: nothing yet says that they have run"
 
 
 def test_a_draft_kind_that_is_not_served_is_refused(worker: Any) -> None:

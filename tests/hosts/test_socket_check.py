@@ -14,7 +14,7 @@ import numpy
 import pytest
 import socket_check
 from socket_check import Process, until
-from socket_parts.cases import CASES, compared, repeated, shown, workload
+from socket_parts.cases import CASES, SHAPES, compared, misshapen, repeated, shown, workload, workload_of
 from socket_parts.engine import write
 
 
@@ -129,6 +129,29 @@ def test_all_requests_of_a_sampled_case_are_sampled(tmp_path: Path) -> None:
     assert all("temperature" not in request for request in greedy)
     assert [request["ids"] for request in sampled] == [request["ids"] for request in greedy]
     assert sum("abort" in request for request in sampled) == 8
+
+
+def test_requests_of_a_structured_case_ask_for_a_shape(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "prompts.npy", numpy.arange(4000) % 1000)
+    requests = workload_of("tree, structured", tmp_path / "prompts.npy")
+    asked = [tuple(request["features"]) for request in requests]
+    assert set(asked) == {("regex",), ("ebnf",), ("json_schema",), ()}
+    assert not any(request["ignore_eos"] for request in requests)
+
+
+RIGHT = {
+    "regex": ("ab cd.", "a b."), "ebnf": ("f(a, b_1)", "f(a,b)"),
+    "json_schema": ('{"name": "a", "size": 3, "tags": ["red"]}', '{"name": "a", "size": 3, "tags": ["pink"]}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: next(iter(shape)))
+def test_an_answer_of_another_shape_is_seen(shape: dict[str, str]) -> None:
+    right, wrong = RIGHT[next(iter(shape))]
+    assert not misshapen(shape, right)
+    assert misshapen(shape, wrong)
+    assert misshapen(shape, right[:-1])
+    assert not misshapen({"stop": ["."]}, wrong)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +45,19 @@ CASES: dict[str, dict[str, Any]] = {
     "chain, mixed sampling": CHAIN,
     "chain, many prompts": CHAIN,
     "chain, adaptive": CHAIN | {"speculative_adaptive": True},
+    "chain, structured": CHAIN | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"},
+    "tree, structured": TREE | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"},
+    "chain, memory saver": CHAIN | {"enable_memory_saver": True, "enable_weights_cpu_backup": True},
 }
 # Steps by batch: from 6 or so requests on a root alone is verified, below that all steps, some or none.
 ADAPTIVE = {"1": {"candidate_steps": [5]}, "4": {"candidate_steps": [0, 1, 5]}, "8": {"candidate_steps": [0]}}
 COMMON: dict[str, Any] = {
     "enable_deterministic_inference": True, "context_length": 2048, "chunked_prefill_size": 256,
     "max_total_tokens": 60000, "max_running_requests": 24, "cuda_graph_max_bs_decode": 16,
-    "mem_fraction_static": 0.7, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
+    "mem_fraction_static": 0.9, "random_seed": 1, "sleep_on_idle": True,  # dozens of them wait for their turn
 }  # fmt: skip
+# Ways in which weights change, one pass after each: the same again, another embedding, and the first one again.
+UPDATES = ("disk", "tensor", "distributed")
 # the slow ones serve the requests once
 ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts", "adaptive")
 # Where a request starts anew depends on timing, and what it then says can depend on where: the host computes K and V of
@@ -63,8 +70,8 @@ def has(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def passes_of(name: str) -> int:
-    """How often a case serves its requests; with weight updates: as they are, read again, with another embedding."""
-    return 3 if "weight updates" in name else 1 if has(name, ONE_PASS) else 2
+    """How often a case serves its requests; with weight updates: before the first of them, and after each."""
+    return 1 + len(UPDATES) if "weight updates" in name else 1 if has(name, ONE_PASS) else 2
 
 
 def gpus_of(name: str) -> int:
@@ -94,19 +101,44 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": [5, 17, 33, 101, 260, 300]}, {"stop": [" the", "a", "."]}, {"logprobs": 2},
     {"logit_bias": {"17": -8.0, "40": 1.5}},
 )  # fmt: skip
+# Shapes of an answer (case "chain, structured").
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-z]{2,9}( [a-z]{1,9}){1,12}\\."}, {"ebnf": 'root ::= "f(" arg (", " arg)* ")"\narg ::= [a-z0-9_]+'},
+    {"json_schema": json.dumps({
+        "type": "object", "required": ["name", "size", "tags"], "properties": {
+            "name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        },
+    })},
+)  # fmt: skip
 PENALTIES = {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+
+
+def misshapen(asked: dict[str, Any], text: str) -> bool:
+    """Whether a whole answer has not the shape that was asked for (of SHAPES)."""
+    if "json_schema" in asked:
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return True
+        return not {"name", "size", "tags"} <= set(found) or not {"red", "green", "blue"}.issuperset(found["tags"])
+    pattern = asked.get("regex") or (r"f\([a-z0-9_]+(, [a-z0-9_]+)*\)" if "ebnf" in asked else None)
+    return pattern is not None and re.fullmatch(pattern, text) is None
 
 
 def workload_of(name: str, prompts: Path) -> list[dict[str, Any]]:
     """The requests of a case."""
     share = 1.0 if "sampled" in name else 0.5 if "mixed sampling" in name else 0.0
-    return workload(prompts, share, features="features" in name, times=2 if "many prompts" in name else 1)
+    asked = FEATURES if "features" in name else SHAPES if "structured" in name else ()
+    return workload(prompts, share, features=asked, times=2 if "many prompts" in name else 1)
 
 
-def workload(prompts: Path, sampled: float, *, features: bool = False, times: int = 1) -> list[dict[str, Any]]:
+def workload(
+    prompts: Path, sampled: float, *, features: tuple[dict[str, Any], ...] = (), times: int = 1
+) -> list[dict[str, Any]]:
     """Requests of mixed length, with shared prefixes and duplicates, in an order of arrival; some are aborted.
 
-    `sampled` is the share of them that is (0, 1/2 or 1). With `features` each asks for one of FEATURES, or for nothing.
+    `sampled` is the share of them that is (0, 1/2 or 1). Each asks for one of `features`, or for nothing.
     There are 137 that are not aborted, or about `times` as many.
 
     Sampled, all of them are: where one request of a prefill needs top-k, a greedy one included, the host draws for all
@@ -138,10 +170,11 @@ def workload(prompts: Path, sampled: float, *, features: bool = False, times: in
     requests += [{"ids": cut(100), "new": 400, "ignore_eos": True, "at": 0.05 * n, "abort": 0.15} for n in range(8)]
     if features:
         for number, request in enumerate(requests):
-            chosen = dict((*FEATURES, {})[number % (len(FEATURES) + 1)])
+            chosen = dict((*features, {})[number % (len(features) + 1)])
             if "min_new_tokens" in chosen:
                 chosen["min_new_tokens"] = min(chosen["min_new_tokens"], request["new"])
             request["features"] = chosen
+            request["ignore_eos"] &= features is not SHAPES  # a grammar ends with it
     for number, request in enumerate(requests):
         if number * sampled == int(number * sampled) and sampled:
             request |= {"temperature": 0.8, "sampling_seed": number}

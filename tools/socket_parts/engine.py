@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from socket_parts.cases import ADAPTIVE, CASES, CHAIN, COMMON, passes_of, workload_of
+from socket_parts.cases import ADAPTIVE, CASES, CHAIN, COMMON, UPDATES, misshapen, passes_of, workload_of
 
 ROUNDS = 2
 TURN_SECONDS = 400  # how long an engine that is up waits for its turn
@@ -77,7 +78,10 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
         found = {"logprobs": [row[0] for row in meta["output_token_logprobs"]]} if logprobs else {}
         if asked or logprobs:
             found |= {"feature": ", ".join((*asked, *(["logprobs"] if logprobs else []))), "text": result.get("text")}
-            found["finish"] = (meta.get("finish_reason") or {}).get("matched")
+            finish = meta.get("finish_reason") or {}
+            found["finish"] = finish.get("matched")
+            if finish.get("type") == "stop" and misshapen(asked, result.get("text") or ""):
+                return {"error": f"not of the shape that was asked for: {result['text']!r}"}
         if "temperature" in request:
             found["sampled"] = True
         return found | {
@@ -91,18 +95,50 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
     return list(await asyncio.gather(*(one(number, request) for number, request in enumerate(requests))))
 
 
-def update(engine: Any, target: Path, number: int) -> None:
-    """The target's weights anew: from its files, then another embedding, which the draft shares, from a tensor."""
+def update(engine: Any, target: Path, way: str) -> None:
+    """The target's weights anew: its files, then another embedding, which the draft shares, then the first one."""
     from safetensors import safe_open
 
-    if number == 1:
+    name = "model.embed_tokens.weight"
+    with safe_open(target / "model.safetensors", "pt") as file:
+        embedding = file.get_tensor(name)
+    if way == "disk":
         done = engine.update_weights_from_disk(str(target))
+    elif way == "tensor":
+        done = engine.update_weights_from_tensor([(name, embedding * 0.9)])
     else:
-        with safe_open(target / "model.safetensors", "pt") as file:
-            embedding = file.get_tensor("model.embed_tokens.weight")
-        done = engine.update_weights_from_tensor([("model.embed_tokens.weight", embedding * 0.9)])
+        done = broadcast(engine, name, embedding)
     if not done[0]:
-        raise RuntimeError(f"update {number}: {done[1]}")
+        raise RuntimeError(f"update from {way}: {done[1]}")
+
+
+def broadcast(engine: Any, name: str, tensor: Any) -> Any:
+    """As a trainer's process sends weights, in a process group of its own and the engine's; over TCP, by the CPU."""
+    import torch.distributed
+    from sglang.srt.utils import init_custom_process_group
+
+    port, group = int(os.environ["SOCKET_PORT"]) + 3, "weights"
+    with concurrent.futures.ThreadPoolExecutor(1) as others:
+        joined = others.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, 2, group, "gloo")
+        mine = init_custom_process_group(
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name=group
+        )
+        done = joined.result(60)
+        if not done[0]:
+            return done
+        kind = str(tensor.dtype).removeprefix("torch.")
+        taken = others.submit(engine.update_weights_from_distributed, [name], [kind], [list(tensor.shape)], group)
+        torch.distributed.broadcast(tensor, src=0, group=mine)
+        return taken.result(60)
+
+
+def between(engine: Any, name: str, target: Path, number: int) -> None:
+    """What a case does before pass `number`, from 1 on."""
+    if "weight updates" in name:
+        update(engine, target, UPDATES[number - 1])
+    if "memory saver" in name:
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation()
 
 
 def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> None:
@@ -124,8 +160,8 @@ def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> Non
         return
     passes = []
     for number in range(passes_of(name)):
-        if number and "weight updates" in name:
-            update(engine, pair / "target", number)
+        if number:
+            between(engine, name, pair / "target", number)
         start = time.perf_counter()
         served = engine.loop.run_until_complete(serve(engine, requests))
         passes.append({"seconds": time.perf_counter() - start, "requests": served})

@@ -29,28 +29,27 @@ __device__ __forceinline__ T load(const T* from) {
   return *from;
 }
 
-// Combines `count` (at most kMaxSplits) parts, `stride` floats apart, of the first `rows` rows; gives `put` four dims
+// Combines `count` (at most kMost) parts, `stride` floats apart, of the first `rows` rows; gives `put` four dims
 // at a time: (row, dim, sums, maximum, total). `weights` [16][kMaxSplits + 2] in shared memory. Ends with all threads
 // past their reads.
-template <int kDim, Where kWhere, class Put>
+template <int kDim, Where kWhere, int kMost, class Put>
 __device__ __forceinline__ void combine(float* first, std::size_t stride, int count, int rows,
                                         float (*weights)[kMaxSplits + 2], Put put) {
   // A thread per row and part: its weight, and by its lane 0 the row's maximum and total in the order of the parts.
-  for (int i = threadIdx.x; i < kPackedRows * kMaxSplits; i += kThreadsOfBlock) {
-    const int row = i / kMaxSplits;
-    const int p = i % kMaxSplits;
+  for (int i = threadIdx.x; i < kPackedRows * kMost; i += kThreadsOfBlock) {
+    const int row = i / kMost;
+    const int p = i % kMost;
     const bool there = row < rows && p < count;
     const Part<kDim> part{first + (there ? p : 0) * stride};
     const float maximum = there ? load<kWhere>(&part.maximum(row)) : -1e30F;
     const float total = there ? load<kWhere>(&part.total(row)) : 0.0F;
     float best = maximum;
 #pragma unroll
-    for (int offset = kMaxSplits / 2; offset > 0; offset /= 2)
-      best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFF, best, offset));
+    for (int offset = kMost / 2; offset > 0; offset /= 2) best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFF, best, offset));
     const float weight = there ? weight_of(maximum, best) : 0.0F;
     float sum = weight * total;
 #pragma unroll
-    for (int offset = kMaxSplits / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, offset);
+    for (int offset = kMost / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, offset);
     weights[row][p] = weight;
     if (p == 0) weights[row][kMaxSplits] = best, weights[row][kMaxSplits + 1] = sum;
   }
@@ -134,7 +133,7 @@ __device__ __forceinline__ Keys keys_of(const AttentionArgs& args, const DraftBa
 
 template <int kDim, int kRing>
 __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch& batch, int task, int split,
-                                     std::byte* shared, std::uint32_t (*visible)[kMaskWords],
+                                     int splits, std::byte* shared, std::uint32_t (*visible)[kMaskWords],
                                      float (*weights)[kMaxSplits + 2], bool* last, Producers producers) {
   const EngineContext& context = args.context;
   const int warp = threadIdx.x / 32;
@@ -154,7 +153,7 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch
   {
     Running<kDim> running;
     const std::uint32_t ring = shared_address(shared) + warp * kRing * kStageBytes<kDim>;
-    attend<kDim, kRing>(args, packing, keys, visible, kv_head, split, ring, warp, lane, producers, running);
+    attend<kDim, kRing>(args, packing, keys, visible, kv_head, split, splits, ring, warp, lane, producers, running);
     __syncthreads();
     store(running, Part<kDim>{warps + warp * kSlot}, lane);
     __syncthreads();
@@ -170,22 +169,39 @@ __device__ __forceinline__ void work(const AttentionArgs& args, const DraftBatch
     *reinterpret_cast<uint2*>(args.out + (static_cast<std::int64_t>(row) * context.config.num_heads + head) * kDim +
                               dim) = packed;
   };
-  if (args.grid.splits == 1) return combine<kDim, Where::kShared>(warps, kSlot, kAttentionWarps, used, weights, write);
+  if (splits == 1)
+    return combine<kDim, Where::kShared, kAttentionWarps>(warps, kSlot, kAttentionWarps, used, weights, write);
 
-  float* const first = args.partials + static_cast<std::size_t>(task) * args.grid.splits * kSlot;
+  float* const first = args.partials + static_cast<std::size_t>(task) * splits * kSlot;
   const Part<kDim> part{first + split * kSlot};
-  combine<kDim, Where::kShared>(warps, kSlot, kAttentionWarps, used, weights,
-                                [&](int row, int dim, const float4& sum, float maximum, float total) {
-                                  __stcg(reinterpret_cast<float4*>(&part.sum(row, dim)), sum);
-                                  if (dim == 0) __stcg(&part.maximum(row), maximum), __stcg(&part.total(row), total);
-                                });
+  combine<kDim, Where::kShared, kAttentionWarps>(warps, kSlot, kAttentionWarps, used, weights,
+                                                 [&](int row, int dim, const float4& sum, float maximum, float total) {
+                                                   __stcg(reinterpret_cast<float4*>(&part.sum(row, dim)), sum);
+                                                   if (dim == 0)
+                                                     __stcg(&part.maximum(row), maximum),
+                                                         __stcg(&part.total(row), total);
+                                                 });
   if (threadIdx.x == 0) {
-    const auto others = static_cast<std::uint32_t>(args.grid.splits - 1);
+    const auto others = static_cast<std::uint32_t>(splits - 1);
     *last = increment_wrapping(args.counters + task, others) == others;
   }
   __syncthreads();
-  if (*last) combine<kDim, Where::kGlobal>(first, kSlot, args.grid.splits, used, weights, write);
+  if (*last) combine<kDim, Where::kGlobal, kMaxSplits>(first, kSlot, splits, used, weights, write);
   __syncthreads();  // `last` and the ring serve the next item
+}
+
+// Of how many parts the keys of each task are: by the longest context of the batch, so that all blocks find the same.
+__device__ __forceinline__ int splits_of(const AttentionArgs& args, const DraftBatch& batch) {
+  if (args.lanes == 0) return args.grid.splits[0];
+  const int batch_size = __ldcg(&batch.batch);
+  std::int64_t longest = 0;
+  for (int i = threadIdx.x % 32; i < args.lanes; i += 32) {
+    const std::int64_t length = load_past_l1(args.context.lanes.new_len + i);
+    if (i < batch_size && length > longest) longest = length;
+  }
+  const std::int64_t most = args.context.kv.max_context;
+  const auto length = static_cast<unsigned>(longest < most ? longest : most);
+  return args.grid.splits[length_class(__reduce_max_sync(0xFFFFFFFF, length))];
 }
 
 // Lengths, tables and ancestors are read before the wait. Two conditions make that right: qkv, which stands before,
@@ -207,10 +223,13 @@ __global__ void __launch_bounds__(kThreadsOfBlock) attention_kernel(const __grid
   }
   touch_parameters(args);
   const DraftBatch& batch = *args.batch;
+  const int splits = splits_of(args, batch);
+  const int items = args.grid.tasks * splits;
   Producers producers = Producers::kRunning;
-  for (int item = blockIdx.x; item < args.grid.tasks * args.grid.splits; item += gridDim.x) {
-    work<kDim, kRing>(args, batch, item / args.grid.splits, item % args.grid.splits, shared, visible, weights, &last,
-                      producers);
+  // Blocks for which this context has no work leave without the wait, so that the next kernel gets their place. The
+  // first block always has some: the kernel does not end before those that it waits for.
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    work<kDim, kRing>(args, batch, item / splits, item % splits, splits, shared, visible, weights, &last, producers);
     producers = Producers::kDone;
   }
 #endif
@@ -220,7 +239,7 @@ template <int kDim, int kRing>
 void launch_ring(const StreamPlan& plan, const AttentionArgs& args, cudaStream_t stream) {
   static_assert(ring_bytes(kDim, kRing) >= kAttentionWarps * kPackedRows * (kDim + 2) * 4,
                 "the warps' sums reuse the ring");
-  const int blocks = attention_blocks(plan.device, args.grid);
+  const int blocks = attention_blocks(plan.device, args.grid, args.context.kv.max_context);
   launch_chained(plan, attention_kernel<kDim, kRing>, dim3(static_cast<unsigned>(blocks)), kThreadsOfBlock,
                  ring_bytes(kDim, kRing), stream, args);
 }
@@ -258,6 +277,8 @@ void launch_attention(const StreamPlan& plan, const AttentionParams& params, con
   args.rows = params.rows;
   args.grid = attention_grid(slots_of(plan.device), params.rows.max_rows, width, config.num_heads / config.num_kv_heads,
                              config.num_kv_heads);
+  if (!same_splits(args.grid, context.kv.max_context))
+    args.lanes = params.rows.pass == Pass::kExtendAll ? context.limits.max_batch : params.rows.max_rows / width;
   args.needed = plan.needed;
   args.last_fresh = plan.last_queries;
   args.scale = 1.4426950408889634F / std::sqrt(static_cast<float>(config.head_dim));

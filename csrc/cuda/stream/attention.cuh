@@ -16,6 +16,7 @@ struct AttentionArgs {
   const DraftBatch* batch;
   Rows rows;
   AttentionGrid grid;
+  int lanes;        // whose lengths are looked at, where the batch has as many; 0: they do not matter
   bool last_fresh;  // the kernel before writes the keys of Pass::kExtendLast's requests: StreamPlan::last_queries
   float scale;      // log2(e) / √D
   const bf16* q;
@@ -159,15 +160,15 @@ enum class Producers : bool { kRunning, kDone };
 
 template <int kDim, int kRing>
 __device__ __forceinline__ void attend(const AttentionArgs& args, const Packing& packing, const Keys& keys,
-                                       const std::uint32_t (*visible)[kMaskWords], int kv_head, int split,
+                                       const std::uint32_t (*visible)[kMaskWords], int kv_head, int split, int splits,
                                        std::uint32_t ring, int warp, int lane, Producers producers,
                                        Running<kDim>& running) {
   const int width = args.context.config.kv_size();
   const int g = lane / 4;
   const int q = lane % 4;
   const int steps = (keys.total + kKeys - 1) / kKeys;
-  const int begin = static_cast<int>(static_cast<std::int64_t>(split) * steps / args.grid.splits) + warp;
-  const int end = static_cast<int>(static_cast<std::int64_t>(split + 1) * steps / args.grid.splits);
+  const int begin = static_cast<int>(static_cast<std::int64_t>(split) * steps / splits) + warp;
+  const int end = static_cast<int>(static_cast<std::int64_t>(split + 1) * steps / splits);
   const auto look_up = [&](int step) { return row_of(keys, step < end ? step * kKeys + lane % kKeys : keys.total); };
   const auto fetch_step = [&](int step, std::int64_t row, int stage) {
     if (step < end) fetch<kDim>(keys, row, width, kv_head, ring + stage * kStageBytes<kDim>, lane);

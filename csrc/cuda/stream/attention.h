@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 #include "cuda/stream/config.h"
 
@@ -10,36 +11,57 @@ namespace eaglex::stream {
 
 inline constexpr int kAttentionWarps = 4;
 inline constexpr int kPackedRows = 16;  // query heads of one KV head, of all rows of a lane, that one block works on
-inline constexpr int kMaxSplits = 16;
+inline constexpr int kMaxSplits = 32;
+inline constexpr int kLengths = 8;  // classes of the batch's longest context: to 1,536 keys, to twice that, and so on
+
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr int length_class(std::int64_t longest) {
+  int at = 0;
+  while (at + 1 < kLengths && longest > std::int64_t{1536} << at) ++at;
+  return at;
+}
 
 struct AttentionGrid {
-  int width = 1;   // rows of one lane, which share its prefix
-  int packs = 1;   // of 16 packed query rows per lane and KV head
-  int tasks = 0;   // lanes · packs · kv_heads
-  int splits = 1;  // parts of the keys of a task
+  int width = 1;                       // rows of one lane, which share its prefix
+  int packs = 1;                       // of 16 packed query rows per lane and KV head
+  int tasks = 0;                       // lanes · packs · kv_heads
+  std::uint8_t splits[kLengths] = {};  // parts of the keys of a task, by length_class()
 };
 
 // Two blocks per SM work through tasks · splits items. More parts spread them more evenly, but somebody must add them
-// up: the fewest µs by a rough model of a context of about 1,000 (15 µs per task on one SM, 1 µs and a quarter per part
-// for a sum, and for the room that the part takes from the next kernel).
+// up: the fewest µs by a rough model (15 µs per task and 1,000 keys on one SM, 1 µs and a quarter per part for a sum,
+// and for the room that the part takes from the next kernel).
 [[nodiscard]] constexpr AttentionGrid attention_grid(int blocks, int rows, int width, int group, int kv_heads) {
   AttentionGrid grid;
   grid.width = width;
   grid.packs = (width * group + kPackedRows - 1) / kPackedRows;
   grid.tasks = (rows + width - 1) / width * grid.packs * kv_heads;
-  float best = 1e30F;
-  for (int splits = 1; splits <= kMaxSplits && (splits == 1 || grid.tasks * splits <= 4 * blocks); ++splits) {
-    const int rounds = (grid.tasks * splits + blocks - 1) / blocks;
-    const float cost = 15.0F * static_cast<float>(rounds) / static_cast<float>(splits) +
-                       (splits > 1 ? 1.0F + 0.25F * static_cast<float>(splits) : 0.0F);
-    if (cost < best) best = cost, grid.splits = splits;
+  for (int length = 0; length < kLengths; ++length) {
+    float best = 1e30F;
+    for (int splits = 1; splits <= kMaxSplits && (splits == 1 || grid.tasks * splits <= 4 * blocks); ++splits) {
+      const int rounds = (grid.tasks * splits + blocks - 1) / blocks;
+      const float cost = 15.0F * static_cast<float>(rounds << length) / static_cast<float>(splits) +
+                         (splits > 1 ? 1.0F + 0.25F * static_cast<float>(splits) : 0.0F);
+      if (cost < best) best = cost, grid.splits[length] = static_cast<std::uint8_t>(splits);
+    }
   }
   return grid;
 }
 
-// Two blocks per SM at most.
-[[nodiscard]] constexpr int attention_blocks(const DeviceLimits& device, const AttentionGrid& grid) {
-  return std::min(slots_of(device), grid.tasks * grid.splits);
+// Whether no context that may come is cut into more or fewer parts than another.
+[[nodiscard]] constexpr bool same_splits(const AttentionGrid& grid, std::int64_t max_context) {
+  for (int length = 1; length <= length_class(max_context); ++length) {
+    if (grid.splits[length] != grid.splits[0]) return false;
+  }
+  return true;
+}
+
+// Two blocks per SM at most, and not more than the longest context that may come gives work to.
+[[nodiscard]] constexpr int attention_blocks(const DeviceLimits& device, const AttentionGrid& grid,
+                                             std::int64_t max_context) {
+  int splits = 1;
+  for (int length = 0; length <= length_class(max_context); ++length)
+    splits = std::max<int>(splits, grid.splits[length]);
+  return std::min(slots_of(device), grid.tasks * splits);
 }
 
 inline constexpr int kKeys = 16;                    // of one step of a warp

@@ -3,6 +3,7 @@
 // Mapping: gemm.cuh; one segment of K per norm.
 #include "core/lane.h"
 #include "cuda/stream/launch.cuh"
+#include "cuda/stream/place.cuh"
 
 namespace eaglex::stream {
 namespace {
@@ -16,6 +17,7 @@ struct FuseStep : PlainStep {
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
+    cuda::LiveRows live;
     Rows rows_of_pass;
     const bf16* idle_row;
     bf16* hidden;
@@ -25,18 +27,29 @@ struct FuseStep : PlainStep {
     int first;  // row of the pass
   };
 
+  struct RowInfo {
+    int row;  // of the batch; negative: not wanted
+  };
+
   // Rows of lanes that keep nothing may hold anything, NaN too; they read zeros.
-  __device__ static void locate(const Params& params, int token, const bf16** source, int stride, PlainStep::RowInfo*) {
+  __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
     const DraftBatch& batch = *params.batch;
-    const bool live = eaglex::locate(params.context, batch, params.rows_of_pass, params.first + token).live;
-    const bf16* const row =
-        static_cast<const bf16*>(batch.aux_hidden_states) + (params.first + token) * batch.aux_stride;
+    int row = params.first + token;
+    bool live = true;
+    if (params.live.rows != nullptr) {
+      row = live_row(params.live, row).row;
+      live = row >= 0;
+    } else {
+      live = eaglex::locate(params.context, batch, params.rows_of_pass, row).live;
+    }
+    *info = {row};
+    const bf16* const from = static_cast<const bf16*>(batch.aux_hidden_states) + row * batch.aux_stride;
     for (int i = 0; i < params.segments; ++i)
-      source[i * stride] = live ? row + static_cast<std::int64_t>(i) * params.k : params.idle_row;
+      source[i * stride] = live ? from + static_cast<std::int64_t>(i) * params.k : params.idle_row;
   }
 
   template <int kTokenTiles>
-  __device__ static __forceinline__ void tile(const Params& params, const TileView<PlainStep::RowInfo>& view,
+  __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
                                               const float (&acc)[kTokenTiles][4]) {
     if (view.role.half != 0) return;
     const int row = view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
@@ -46,9 +59,9 @@ struct FuseStep : PlainStep {
       for (int i = 0; i < 4; ++i) {
         const int token = view.first_token + t * 8 + view.role.lane % 4 * 2 + i % 2;
         const int at = row + i / 2 * 8;
-        if (token < view.tokens && at < params.rows) {
-          params.hidden[static_cast<std::int64_t>(token) * params.rows + at] = __float2bfloat16(acc[t][i]);
-        }
+        if (token >= view.tokens || at >= params.rows) continue;
+        const std::int64_t to = view.rows[token].row;
+        if (to >= 0) params.hidden[to * params.rows + at] = __float2bfloat16(acc[t][i]);
       }
     }
   }
@@ -68,9 +81,16 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
       shape.gamma[i] = params.aux_norms[i].template as<const bf16>();
     }
   }
-  auto* const hidden = static_cast<bf16*>(params.hidden) + static_cast<std::int64_t>(plan.first_row) * rows;
-  const typename Step::Params step{context,  batch, params.rows,   static_cast<const bf16*>(plan.idle_row), hidden, k,
-                                   segments, rows,  plan.first_row};
+  const typename Step::Params step{context,
+                                   batch,
+                                   plan.live,
+                                   params.rows,
+                                   static_cast<const bf16*>(plan.idle_row),
+                                   static_cast<bf16*>(params.hidden),
+                                   k,
+                                   segments,
+                                   rows,
+                                   plan.first_row};
   const Tiles& tiles = tiles_of(params.fc);
   launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), 0, shape, step,
                     stream);

@@ -50,8 +50,10 @@ struct GemmShape {
   Release release = Release::kAtOnce;
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
-  const std::int32_t* never_wait = nullptr;   // 1 there: once a wait between blocks has failed, last arrivers sum up
-  std::uint32_t* failed = nullptr;            // set where a wait between blocks ran into its deadline
+  const std::int32_t* num_live = nullptr;     // null, or at most first_live there: no row of this launch counts
+  int first_live = 0;
+  const std::int32_t* never_wait = nullptr;  // 1 there: once a wait between blocks has failed, last arrivers sum up
+  std::uint32_t* failed = nullptr;           // set where a wait between blocks ran into its deadline
 };
 
 template <class Weights, int kTokenTiles>

@@ -2,12 +2,27 @@
 #pragma once
 
 #include "core/lane.h"
+#include "cuda/live_rows.h"
 #include "cuda/stream/ptx.cuh"
 
 namespace eaglex::stream {
 
 __device__ __forceinline__ std::int64_t load_past_l1(const IdView& ids, std::int64_t i) {
   return ids.i64 != nullptr ? load_past_l1(ids.i64 + i) : load_past_l1(ids.i32 + i);
+}
+
+// Number `at` of the rows that count; behind the last, where an earlier batch may have left something, a row of nobody.
+__device__ __forceinline__ cuda::LiveRow live_row(const cuda::LiveRows& live, int at) {
+  const std::int32_t count = __ldcg(live.count);
+  const cuda::LiveRow* const from = live.rows + at;
+  cuda::LiveRow found;
+  found.position = load_past_l1(&from->position);
+  found.kv_slot = load_past_l1(&from->kv_slot);
+  found.row = __ldcg(&from->row);
+  found.token = __ldcg(&from->token);
+  found.query = __ldcg(&from->query);
+  if (at >= count) found.row = found.query = -1;
+  return found;
 }
 
 struct StepPlace {

@@ -55,6 +55,13 @@ __device__ __forceinline__ bool is_idle(const std::int32_t* needed) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(raised) : "l"(needed) : "memory");
   return raised == 0;
 }
+// Whether there are not more than `first` of what is counted there.
+__device__ __forceinline__ bool is_behind(const std::int32_t* count, int first) {
+  if (count == nullptr) return false;
+  std::int32_t there;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(count) : "memory");
+  return there <= first;
+}
 
 // ---- mbarriers in shared memory; `bar` is a shared address.
 __device__ __forceinline__ void mbar_init(std::uint32_t bar, std::uint32_t arrivals) {

@@ -33,6 +33,7 @@ struct QkvStep : PlainStep {
   struct Params {
     EngineContext context;
     const DraftBatch* batch;
+    cuda::LiveRows live;  // of an extend
     Rows rows_of_pass;
     int first;  // row of the pass
     bool gather;
@@ -66,6 +67,7 @@ struct QkvStep : PlainStep {
   __device__ static bool rehearses(const Params& params) { return params.rows_of_pass.pass == Pass::kStep; }
 
   __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
+    if (params.live.rows != nullptr) return locate_live(params, token, source, stride, info);
     const EngineContext& context = params.context;
     const DraftBatch& batch = *params.batch;
     const StepPlace found = place_of(context, batch, params.rows_of_pass, params.first + token);
@@ -82,6 +84,21 @@ struct QkvStep : PlainStep {
     }
     if (params.has_embedding) source[0] = embedding;
     source[params.has_embedding ? stride : 0] = hidden;
+  }
+
+  // As `admit` has listed it.
+  __device__ static void locate_live(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
+    const int hidden_size = params.context.config.hidden_size;
+    const std::int64_t width = params.context.config.kv_size();
+    const cuda::LiveRow found = live_row(params.live, params.first + token);
+    const bool live = found.row >= 0;
+    if (params.has_embedding)
+      source[0] = live ? params.embed_tokens + static_cast<std::int64_t>(found.token) * hidden_size : params.idle_row;
+    source[params.has_embedding ? stride : 0] =
+        live ? params.hidden + static_cast<std::int64_t>(found.row) * hidden_size : params.idle_row;
+    const bool kept = live && found.kv_slot >= 0;
+    *info = {static_cast<float>(found.position), found.query, kept ? params.pool_k + found.kv_slot * width : nullptr,
+             kept ? params.pool_v + found.kv_slot * width : nullptr};
   }
 
   // Where a row's query and residual go.
@@ -118,8 +135,9 @@ struct QkvStep : PlainStep {
     const bf16* const* const hidden = sources + (params.has_embedding ? 8 * kTokenTiles : 0);
     for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
       const int row =
-          !params.last_queries
-              ? token
+          !params.last_queries ? token
+          : params.live.rows != nullptr
+              ? live_row(params.live, params.first + token).query
               : query_of(params, eaglex::locate(params.context, *params.batch, params.rows_of_pass, token), token);
       if (row < 0) continue;
       const uint4* const from = reinterpret_cast<const uint4*>(hidden[token]);
@@ -235,6 +253,7 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   step.context = context;
   step.batch = batch;
   step.rows_of_pass = params.rows;
+  step.live = plan.live;
   step.first = plan.first_row;
   step.gather = params.gather;
   step.has_embedding = first;

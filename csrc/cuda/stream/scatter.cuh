@@ -63,36 +63,58 @@ class SlicedSums : public TileSums<Weights, kTokenTiles, Step> {
     const int end = units * (own + 1) / sharers;
     const int lane = this->opaque_lane();
 #pragma unroll 1
-    for (int unit = units * own / sharers + role_.warp; unit < end; unit += kConsumerWarps) {
-      float acc[1][4] = {};
+    for (int unit = units * own / sharers + role_.warp; unit < end; unit += kUnits * kConsumerWarps) {
+      float acc[kUnits][1][4] = {};
       for (int segment = 0; segment < shape_.segments; ++segment) {
-        float4 sum = make_float4(0, 0, 0, 0);
+        float4 sum[kUnits] = {};
         for (int base = first; base <= last; base += kAtOnce) {
-          float4 part[kAtOnce];
+          float4 part[kUnits][kAtOnce];
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            part[i] = this->published(base + i, last, tile, segment, -1)
-                          ? __ldcg(this->slot(base + i, tile, segment) + unit * 32 + lane)
-                          : make_float4(0, 0, 0, 0);
+            const bool there = this->published(base + i, last, tile, segment, -1);
+            const float4* const from = this->slot(base + i, tile, segment) + unit * 32 + lane;
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+              part[u][i] = there && unit + u * kConsumerWarps < end ? __ldcg(from + u * kConsumerWarps * 32)
+                                                                    : make_float4(0, 0, 0, 0);
+            }
           }
 #pragma unroll
-          for (int i = 0; i < kAtOnce; ++i)
-            sum.x += part[i].x, sum.y += part[i].y, sum.z += part[i].z, sum.w += part[i].w;
+          for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              sum[u].x += part[u][i].x, sum[u].y += part[u][i].y;
+              sum[u].z += part[u][i].z, sum[u].w += part[u][i].w;
+            }
+          }
         }
-        const int token = unit / G::kRowWarps * 8 + lane % 4 * 2;
-        const float* const norm = this->norms() + segment * G::kTokens + token;
-        const float2 by = kNormed ? *reinterpret_cast<const float2*>(norm) : make_float2(1.0F, 1.0F);
-        acc[0][0] = fmaf(by.x, sum.x, acc[0][0]), acc[0][1] = fmaf(by.y, sum.y, acc[0][1]);
-        acc[0][2] = fmaf(by.x, sum.z, acc[0][2]), acc[0][3] = fmaf(by.y, sum.w, acc[0][3]);
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          float (&to)[4] = acc[u][0];
+          const int token = token_of(unit + u * kConsumerWarps) + lane % 4 * 2;
+          const float* const norm = this->norms() + segment * G::kTokens + token % G::kTokens;
+          const float2 by = kNormed ? *reinterpret_cast<const float2*>(norm) : make_float2(1.0F, 1.0F);
+          to[0] = fmaf(by.x, sum[u].x, to[0]), to[1] = fmaf(by.y, sum[u].y, to[1]);
+          to[2] = fmaf(by.x, sum[u].z, to[2]), to[3] = fmaf(by.y, sum[u].w, to[3]);
+        }
       }
-      if (!valid) acc[0][0] = acc[0][1] = acc[0][2] = acc[0][3] = __int_as_float(0x7FFFFFFF);
-      finish(unit / G::kRowWarps * 8, unit % G::kRowWarps, acc);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        float (&to)[4] = acc[u][0];
+        if (!valid) to[0] = to[1] = to[2] = to[3] = __int_as_float(0x7FFFFFFF);
+        const int at = unit + u * kConsumerWarps;
+        if (at < end) finish(token_of(at), at % G::kRowWarps, acc[u]);
+      }
     }
     consumer_barrier();  // flag and norms serve the next tile too
   }
 
  private:
-  static constexpr int kAtOnce = 8;  // round trips to L2 under way
+  // Reads of a lane that are under way at once: parts of a unit, and units of a warp.
+  static constexpr int kUnits = kTokenTiles > 8 ? 4 : 1;
+  static constexpr int kAtOnce = 8 / (kUnits > 1 ? 2 : 1);
+
+  __device__ static __forceinline__ int token_of(int unit) { return unit / G::kRowWarps * 8; }
 
   __device__ __forceinline__ void find_all_norms(int tile, int first, int last) {
     constexpr int kSums = Base::kTokenSums;

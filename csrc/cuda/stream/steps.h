@@ -11,6 +11,7 @@
 #include <cstddef>
 
 #include "core/params.h"
+#include "cuda/live_rows.h"
 #include "cuda/stream/config.h"
 #include "cuda/stream/tiles.h"
 
@@ -53,6 +54,7 @@ struct StreamPlan {
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
+  cuda::LiveRows live;  // where given, rows of an extend are those of the list, from first_row on
 };
 
 // Whether products of more than 16 rows are wgmma's there.

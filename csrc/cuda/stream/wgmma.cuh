@@ -1,4 +1,4 @@
-// sums += W x for one warp's strip of 16 rows and 17 to 192 tokens, by Hopper's warpgroup products (sm_90a).
+// sums += W x for one warp's strip of 16 rows and 17 to 128 tokens, by Hopper's warpgroup products (sm_90a).
 //
 // Caller: Consumer::accumulate.    Bytes: the chunks' weights once, their x once per four warps.
 // Mapping: four warps are the 64 rows of an m64nNk16. A (weights, times gamma) comes from registers, B from shared memory,

@@ -15,7 +15,6 @@ from eaglex.packed import Auto, DraftQuant, Precision
 # option, allowed values, why another is refused
 REFUSED: Final = (
     ("nnodes", (1,), "drafts reach the target's other ranks over memory that they share"),
-    ("enable_memory_saver", (False,), "the draft's memory cannot be released and resumed yet"),
     ("speculative_draft_load_format", (None, "auto", "safetensors"), "eaglex reads the draft's safetensors itself"),
     ("speculative_draft_attention_backend", (None,), "the engine has its own attention"),
 )

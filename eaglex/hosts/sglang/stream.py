@@ -15,16 +15,21 @@ from eaglex.engine import current_stream
 
 @dataclass(slots=True)
 class Work:
-    """One draft: what to run on the stream, given as a cudaStream_t, and all that it reads.
+    """One draft: what to run, given a cudaStream_t, and all that it reads.
 
     `ready` is recorded on the host's stream where the inputs are complete. `inputs` are kept alive until the draft has
     run: some were allocated on other streams of the host, whose allocator would hand their memory out again. torch's
     current stream is not the draft's while it runs: who needs that enters `DraftStream.entered`, for about 10 us.
+
+    `beside`: on a stream of its own, for what the host enqueues next must not wait for it (its results, where it
+    schedules without overlap). Else behind the forward on the host's own stream, where all else is enqueued by then:
+    three calls of CUDA less in a cycle.
     """
 
     run: Callable[[int], None]
     ready: torch.cuda.Event
     inputs: Any
+    beside: bool = True
 
 
 @dataclass
@@ -82,30 +87,29 @@ class Events:
 
 
 class DraftStream:
-    """Runs one draft at a time beside the host's streams.
+    """Runs one draft at a time, behind the host's forwards or beside its streams.
 
-    The priority is high for two reasons: the draft is what the next cycle waits for, and the host takes its streams
-    from the pool of priority 0, which hands the same 32 streams out in turn, so a stream of that pool could be the
-    host's copy stream as well, and its result copy would wait for the draft.
+    The priority of its own stream is high for two reasons: the draft is what the next cycle waits for, and the host
+    takes its streams from the pool of priority 0, which hands the same 32 streams out in turn, so a stream of that pool
+    could be the host's copy stream as well, and its result copy would wait for the draft.
     """
 
-    # Drafts that are kept, with what they read, before one looks which of them have run: to ask costs 2 us.
-    KEPT = 3
+    KEPT = 3  # drafts that are kept, with what they read, before one looks which of them have run
 
     def __init__(self, device: torch.device | str) -> None:
         self.current = Current(torch.device(device))
         self.stream = torch.cuda.Stream(device=device, priority=-1)  # type: ignore[no-untyped-call]
-        self._handle = int(self.stream.cuda_stream)
         self.pending: Work | None = None
-        self.running: deque[tuple[torch.cuda.Event, Work]] = deque()
-        self._idle: list[torch.cuda.Event] = []
+        self.kept: deque[Work] = deque()
+        self._forwards = self._on = self.stream  # where the last forward ran, and where a draft runs
+        self._done: torch.cuda.Event | None = None  # of a draft beside the host's stream that it has not waited for
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """As torch's current stream."""
-        return torch.cuda.stream(self.stream)
+        """The stream on which a draft runs, or ran last, as torch's current one."""
+        return torch.cuda.stream(self._on)
 
     def within(self, run: Callable[[], None]) -> Callable[[int], None]:
-        """`run` for a Work, with this as torch's current stream."""
+        """`run` for a Work, with its stream as torch's current one."""
 
         def entered(_: int) -> None:
             with self.entered():
@@ -117,7 +121,7 @@ class DraftStream:
         """Take a draft; `launch` runs it. At most one waits, because every forward begins with `join`."""
         if self.pending is not None:
             raise RuntimeError("a draft is waiting: join() comes before the next fork()")
-        self.pending = work
+        self.pending, self._forwards = work, self.current.stream()
 
     def launch(self) -> None:
         """Enqueue the draft that waits, if one does, behind `ready`."""
@@ -125,33 +129,45 @@ class DraftStream:
         if work is None:
             return
         self.pending = None
-        running, idle = self.running, self._idle
-        if len(running) >= self.KEPT:
-            if running[-1][0].query():  # type: ignore[no-untyped-call]
-                idle += [done for done, _ in running]  # one stream: those before it have run as well
-                running.clear()
-            while running and running[0][0].query():  # type: ignore[no-untyped-call]
-                idle.append(running.popleft()[0])
+        if len(self.kept) >= self.KEPT:
+            self._let_go()
+        self.kept.append(work)
+        if not work.beside:
+            self._on = self._forwards
+            work.run(self._on.cuda_stream)
+            return
+        self._on = self.stream
         self.stream.wait_event(work.ready)
         try:
-            work.run(self._handle)
+            work.run(self.stream.cuda_stream)
         finally:  # also behind half a draft
-            done = idle.pop() if idle else torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self.stream)
-            running.append((done, work))
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(self.stream)
+
+    def _let_go(self) -> None:
+        """Of drafts that have run: one has when the forward behind it is over, which waited for it."""
+        kept = self.kept
+        if kept[-1].ready.query():  # type: ignore[no-untyped-call]
+            last = kept.pop()
+            kept.clear()
+            kept.append(last)
+        while len(kept) > 1 and kept[1].ready.query():  # type: ignore[no-untyped-call]
+            kept.popleft()
 
     def join(self) -> torch.cuda.Stream:
         """Make the current stream, which is returned, wait for the last draft; one that waits is enqueued first."""
         if self.pending is not None:
             self.launch()
         current = self.current.stream()
-        if self.running:
-            current.wait_event(self.running[-1][0])
+        if self._done is not None:
+            current.wait_event(self._done)
+            self._done = None
+        elif self._on is not current and self._on is not self.stream:  # the host goes on elsewhere
+            current.wait_stream(self._on)
         return current
 
     def drain(self) -> None:
         """Wait on the CPU until no draft runs: for a flush, a weight update, and before memory is given back."""
         self.join()
-        self.stream.synchronize()
-        self._idle += [done for done, _ in self.running]
-        self.running.clear()
+        self._on.synchronize()
+        self.kept.clear()
