@@ -3,9 +3,9 @@
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90 -Icsrc -Ibench -o steps bench/steps.cu
 // csrc/cuda/stream/*.cu
 //        csrc/cuda/stream/*.cpp csrc/core/tensor.cpp
-//   steps check | small | time  [bf16 | fp8 | int4]
+//   steps check | small | wide | time | few  [bf16 | fp8 | int4]
 //
-// `time`: µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the
+// `time`, `few` (batch 1 and 8): µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the
 // L2 cache.
 #include "check_extend.cuh"
 #include "timing.cuh"
@@ -173,12 +173,12 @@ std::size_t weight_bytes(const Shape& s, int bits) {
          n(static_cast<std::int64_t>(s.draft_vocab) * s.hidden);
 }
 
-void time_model(const Shape& shape, DType type, double ceiling, cudaStream_t stream) {
+void time_model(const Shape& shape, DType type, double ceiling, const std::vector<int>& sizes, cudaStream_t stream) {
   Model m(shape, 1, type);
   const int bits = type == DType::kBF16 ? 16 : type == DType::kF8 ? 8 : 4;
   const double floor_us = static_cast<double>(weight_bytes(shape, bits)) / ceiling * 1e6;
   double first = 0;
-  for (const int rows : {1, 8, 16, 32, 64}) {
+  for (const int rows : sizes) {
     m.set_lanes(rows);
     const auto run = [&] {
       const Graph graph(stream, [&] {
@@ -260,10 +260,11 @@ int run(const std::string& what, const std::string& precision) {
       }
     }
   }
-  if (what == "time") {
+  if (what == "time" || what == "few") {
+    const std::vector<int> sizes = what == "few" ? std::vector<int>{1, 8} : std::vector<int>{1, 8, 16, 32, 64};
     const double ceiling = read_ceiling(stream);
     std::printf("  read ceiling %.3f TB/s\n", ceiling * 1e-12);
-    for (const Shape& shape : {llama, kimi, oss}) time_model(shape, type, ceiling, stream);
+    for (const Shape& shape : {llama, kimi, oss}) time_model(shape, type, ceiling, sizes, stream);
   }
   if (verdict.checks > 0)
     std::printf("  %s %s: %d checks, %d wrong, worst error %.2f of PyTorch's\n", what.c_str(), precision.c_str(),

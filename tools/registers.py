@@ -26,7 +26,8 @@ MARKS = ("<!-- tools/registers.py -->", "<!-- end of tools/registers.py -->")
 CUTLASS = "_ZN7cutlass"  # names that c++filt cannot read
 ROOMS = {"eaglex::cuda::": "Plain chain", "eaglex::stream::": "Fast chain", CUTLASS: "CUTLASS, for long prompts",
          "eaglex::bridge::": "Bridge"}
-TYPES = {"__nv_bfloat16": "bf16", "Bf16Weights": "bf16", "Fp8Weights": "FP8", "Int4Weights": "INT4"}
+TYPES = {"__nv_bfloat16": "bf16", "BesideKeptX<Int4Weights>": "INT4 beside kept x",
+         "Bf16Weights": "bf16", "Fp8Weights": "FP8", "Int4Weights": "INT4"}
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
@@ -95,7 +96,7 @@ def named(kernel: Kernel, plain: str) -> tuple[str, str, int]:
     name = re.sub(r"eaglex::(\w+::)?", "", plain.partition("(")[0]).replace("> >", ">>")
     for old, new in TYPES.items():
         name = name.replace(old, new)
-    if match := re.fullmatch(r"stream_gemm<(\w+), (\d+), (.*)>", name):
+    if match := re.fullmatch(r"stream_gemm<([\w ]+), (\d+), (.*)>", name):
         step = match[3].removesuffix("Step").replace("Step<false>", "").replace("Step<true>", " with norms")
         return room, f"{step}, {match[1]}", int(match[2])
     return room, name, 0

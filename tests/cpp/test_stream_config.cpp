@@ -80,9 +80,9 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
           require(!is_paired(bits, config.token_tiles) || config.token_tiles > 1 || config.stages % 2 == 0,
                   what + ": a stage is one team's");
           require(config.stages >= 2 && config.shared_bytes <= device.limits.shared_per_block, what + ": fits a block");
-          require(
-              shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total <= config.shared_bytes,
-              what + ": the layout fits");
+          const SharedLayout at =
+              shared_layout(problem, config.token_tiles, config.chunk_k, config.stages, config.kept_chunks);
+          require(at.total <= config.shared_bytes, what + ": the layout fits");
           require(!config.in_slot || config.shared_bytes == slot_bytes(device.limits), what + ": takes its whole slot");
           if (device.limits.compute_capability == 90 || device.limits.compute_capability == 100) {
             require(config.in_slot && config.stages >= 3, what + ": at least 3 stages beside the next kernel");
@@ -100,6 +100,34 @@ TEST_CASE("configure: tiles, stages and slots on every device") {
               std::string(error.what()).find("k: expected a multiple of 64, got 100") == 0;
   }
   require(refused, "k = 100 is refused by name");
+}
+
+TEST_CASE("configure: a single token's x is kept beside INT4, as much as any block needs") {
+  for (const NamedDevice& device : kDevices) {
+    for (const int k : {4096, 7168, 2880 / 64 * 64}) {
+      for (const int segments : {1, 2}) {
+        const GemmProblem problem{6144, k, segments, 1, true, 4, 24, 0};
+        const GemmConfig config = configure(problem, device.limits);
+        const std::string what = concat(device.name, ", K ", k, ", ", segments, " segments");
+        require(config.chunk_k == 256, what + ": a warp has 16 bytes per lane");
+        const int units = config.split.share + (config.split.extra > 0 ? 1 : 0);
+        const int needed = std::min(units, segments * config.chunks_per_segment);
+        require(config.kept_chunks == 0 || config.kept_chunks >= needed, what + ": a place for each chunk");
+        if (device.limits.compute_capability != 90) continue;
+        require(config.kept_chunks > 0 && config.stages >= 8, what + ": kept, beside a deep ring");
+        const SharedLayout at = shared_layout(problem, 1, 256, config.stages, config.kept_chunks);
+        require(at.x_sums - at.x == config.kept_chunks * 512 && at.x_squares - at.x_sums == config.kept_chunks * 16 &&
+                    at.exchange - at.x_squares >= config.kept_chunks * 4 && at.exchange == at.gamma,
+                what + ": x, its sums, its squares, and no gamma in the ring");
+      }
+    }
+    for (const int bits : {16, 8, 4}) {
+      for (const int tokens : {2, 8, 16, 64}) {
+        const GemmProblem problem{6144, 4096, 1, tokens, true, bits, 24, 0};
+        require(configure(problem, device.limits).kept_chunks == 0, concat(bits, " bits, ", tokens, " tokens"));
+      }
+    }
+  }
 }
 
 TEST_CASE("configure: FP8 and INT4 by wgmma, up to 64 tokens") {
@@ -324,6 +352,7 @@ TEST_CASE("words: INT4 pairs bare, 8 above the number, rows g + 8 in sixteenfold
       }
     }
   }
+  require(kInt4BareEights == -8 * 0x1p-133F, "as a float");
 }
 
 TEST_CASE("k_block_bytes: INT4's scales behind each group, the last one short") {

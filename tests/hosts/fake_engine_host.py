@@ -31,12 +31,14 @@ from fake_engine_parts import (
     Batch,
     DraftInput,
     EagleVerifyInput,
+    ForwardBatch,
     PoolConfigurator,
     ReqToTokenPool,
     Setting,
     TargetWorker,
     TreeMaskMode,
     WeightUpdater,
+    sampling,
 )
 from fake_host import LOG, Mode, PoolConfig, Result
 from torch import Tensor
@@ -49,6 +51,17 @@ MODULES = tuple(
     f"eaglex.hosts.sglang.{name}"
     for name in ("draft_side", "engine_draft", "dedicated_draft", "follower_draft", "engine_worker")
 )
+
+
+@dataclass
+class DecodeResult(Result):
+    """The fields of the host's result that a decode sets beside those."""
+
+    can_run_cuda_graph: bool = False
+    speculative_num_draft_tokens: int | None = None
+    routed_experts_output: Any = None
+    indexer_topk_output: Any = None
+    extra_keep_alive_refs: list[Any] | None = None
 
 
 @dataclass
@@ -86,6 +99,9 @@ class Host:
         self.leaving: list[Request] = []
         self.started = self.verified = self.drafted = 0
         self.widths: dict[int, int] = {}  # verifications by their steps
+        self.decodes: dict[str, int] = {}  # forwards without drafts, by how their tokens were chosen
+        self.last_batch: tuple[list[Request], Tensor] | None = None  # as the host keeps it from decode to decode
+        self.aux_of_graphs: Tensor | None = None  # what the last decode's graph wrote, and the next one's overwrites
         self.unprocessed: list[list[int]] = []  # accepted drafts of verifications whose results are on their way
         self.worker: Any = None
         self.worker_target: Any = None
@@ -209,13 +225,19 @@ class Host:
         if not batch_of:
             return
         self.choose.shuffle(batch_of)
+        slots = self.there([request.slot for request in batch_of])
+        if self.last_batch is not None and set(map(id, batch_of)) == set(map(id, self.last_batch[0])):
+            batch_of, slots = self.last_batch
+        self.last_batch = (batch_of, slots)
         for request in batch_of:
             self.reserve(request, request.length + self.setting.nodes)
         lengths = [request.length for request in batch_of]
+        on_cpu = self.choose.random() < 0.5
         batch = Batch(
-            list(batch_of), self.there([request.slot for request in batch_of]), self.there(lengths),
+            list(batch_of), slots, self.there(lengths),
             spec_info=DraftInput(bonus_tokens=self.there([request.bonus for request in batch_of], torch.int32)),
-            seq_lens_sum=self.choose.choice((None, sum(lengths))),
+            seq_lens_sum=sum(lengths) if on_cpu else None, seq_lens_cpu=torch.tensor(lengths) if on_cpu else None,
+            sampling_info=sampling(greedy=self.choose.random() < 0.7), return_logprob=self.choose.random() < 0.2,
         )  # fmt: skip
         self.unprocessed.append([request.length for request in batch_of])
         result = self.forward(batch)
@@ -224,9 +246,98 @@ class Host:
             correct = self.unprocessed.pop(0)
             self.worker.on_verify_complete_cpu(correct, batch_size=len(correct))
 
+    # ---- without drafts ----------------------------------------------------------------------------------------------
+
+    def cache_locs(
+        self, *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, batch_size: int,
+        draft_token_num: int, device: Any,
+    ) -> Tensor:  # fmt: skip
+        assert (batch_size, draft_token_num) == (len(start_offset), 1)
+        return req_to_token[req_pool_indices, start_offset].to(torch.int64)
+
+    def decoded(self, made: Any) -> Any:
+        """The target's decode: check what it is given, then choose a token for each request.
+
+        Its hidden states are the graph's output: one memory, written again by the next decode.
+        """
+        requests: list[Request] = made.batch.reqs
+        runner = self.worker.target_worker.model_runner
+        assert runner.attn_backend.nodes == runner.context.spec.nodes == 1
+        assert runner.decode_cuda_graph_runner is None or runner.decode_cuda_graph_runner.mode is Mode.DECODE
+        assert (made.forward_mode, made.spec_info) == (Mode.DECODE, None)
+        assert made.input_ids.tolist() == [request.bonus for request in requests]
+        lengths = [request.length + 1 for request in requests]
+        assert made.seq_lens.tolist() == lengths
+        assert made.seq_lens_cpu is None or made.seq_lens_cpu.tolist() == lengths
+        assert made.seq_lens_sum is None or made.seq_lens_sum == sum(lengths)
+        assert made.out_cache_loc.tolist() == [request.kv[request.length] for request in requests]
+        assert made.batch.seq_lens.tolist() == [request.length for request in requests], "sampling takes those before"
+        aux = self.aux(len(requests))
+        if self.aux_of_graphs is None:
+            self.aux_of_graphs = torch.empty((self.setting.slots + 1, self.config.aux_width), dtype=self.setting.dtype)
+        self.aux_of_graphs.fill_(math.nan)
+        self.aux_of_graphs[: len(requests)] = aux
+        logits = torch.zeros((len(requests), self.config.vocab_size))
+        for place, request in enumerate(requests):
+            request.bonus = self.token()
+            logits[place, request.bonus] = 1
+            self.extended(request, aux[place : place + 1], [request.bonus])
+        self.widths[0] = self.widths.get(0, 0) + 1
+        self.verified += len(requests)
+        output = SimpleNamespace(next_token_logits=logits, hidden_states=self.aux_of_graphs[: len(requests)])
+        return SimpleNamespace(
+            logits_output=output, can_run_cuda_graph=self.setting.graphs, routed_experts_output=None,
+            indexer_topk_output=None,
+        )  # fmt: skip
+
+    def sample(self, verify_input: Any, batch: Batch, output: Any) -> tuple[Tensor, None, None]:
+        """The host's sampling over roots, which draws what the target wants most."""
+        bonus = verify_input.draft_token.tolist()
+        count = len(batch.reqs)
+        assert (verify_input.spec_steps, verify_input.draft_token_num, len(bonus)) == (0, 1, count)
+        assert verify_input.retrieve_index.tolist() == [[place] for place in range(count)]
+        assert (
+            verify_input.retrieve_next_token.tolist() == verify_input.retrieve_next_sibling.tolist() == [[-1]] * count
+        )
+        self.decodes["sampled"] = self.decodes.get("sampled", 0) + 1
+        return output.next_token_logits.argmax(-1).to(torch.int32), None, None
+
+    def verify_roots(self, batch: Batch, **given: Any) -> Result:
+        """The host's verification of roots, over a target that decodes what it has prepared."""
+        assert batch.return_logprob
+        self.decodes["verified"] = self.decodes.get("verified", 0) + 1
+        made, target = batch.spec_info, given["target_worker"]
+        assert target.model_runner.decode_cuda_graph_runner is None, "the host would prepare for it"
+        assert (made.spec_steps, made.draft_token_num, given["num_draft_tokens"]) == (0, 1, 1)
+        assert made.draft_token.tolist() == [request.bonus for request in batch.reqs]
+        assert made.positions.tolist() == [request.length for request in batch.reqs]
+        batch.out_cache_loc = self.cache_locs(
+            req_pool_indices=batch.req_pool_indices, req_to_token=self.table, start_offset=batch.seq_lens,
+            batch_size=len(batch.reqs), draft_token_num=1, device="cpu",
+        )  # fmt: skip
+        batch.forward_mode, batch.input_ids = Mode.TARGET_VERIFY, made.draft_token
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            target.model_runner,
+            capture_hidden_mode=fake_host.Hidden.FULL,
+            return_hidden_states_before_norm=False,
+        )
+        done = target.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        predict = done.logits_output.next_token_logits.argmax(-1).to(torch.int32)
+        accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32)
+        return Result(
+            logits_output=done.logits_output, next_token_ids=predict, accept_lens=accept_lens,
+            new_seq_lens=batch.seq_lens + accept_lens, next_draft_input=DraftInput(bonus_tokens=predict),
+        )  # fmt: skip
+
+    # ---- with drafts -------------------------------------------------------------------------------------------------
+
     def verify(self, batch: Batch, **given: Any) -> Result:
         """The host's verification: check what the worker made, then accept a random path of each tree."""
         LOG.append(f"verify on {fake_host.Stream.current.name}")
+        if given["num_steps"] == 0:
+            return self.verify_roots(batch, **given)
+        assert given["target_worker"] is self.worker_target
         assert given["topk"] == self.setting.topk
         made, nodes, steps = batch.spec_info, given["num_draft_tokens"], given["num_steps"]
         whole = steps == self.setting.steps
@@ -339,6 +450,9 @@ def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size
     symbols = fake_host.SYMBOLS | {
         "BaseSpecWorker": BaseSpecWorker, "EagleVerifyInput": EagleVerifyInput, "EagleDraftInput": DraftInput,
         "run_eagle_verify": lambda batch, **given: host.verify(batch, **given),
+        "ForwardBatch": ForwardBatch, "GenerationBatchResult": DecodeResult,
+        "assign_extend_cache_locs_uniform_func": lambda **given: host.cache_locs(**given),
+        "eagle_sample": lambda *given: host.sample(*given), "sanitize_nan_logits": lambda logits, said: None,
         "default_tree_mask_mode": lambda: TreeMaskMode.FULL_MASK, "mambaish_config": lambda config: None,
         "DefaultPoolConfigurator": type("Configurator", (PoolConfigurator,), dict(vars(PoolConfigurator))),
         "SchedulerWeightUpdaterManager": updater, "SpeculativeAlgorithm": Algorithm,
@@ -364,6 +478,7 @@ def made_host(setting: Setting | None = None, seed: int = 0, rank: int = 0, size
             sys.modules.pop(name, None)
         try:
             host.worker_target = target = TargetWorker(setting, rank, size)
+            target.decoded = host.decoded
             made = importlib.import_module(MODULES[-1]).EaglexEngineWorker(
                 server_args(setting), 0, SimpleNamespace(tp_rank=rank, tp_size=size), 0, target
             )

@@ -74,6 +74,26 @@ class Batch:
     chunked_req_next_prompt_token: int | None = None
     is_extend_in_batch: bool = False
     seq_lens_sum: int | None = None
+    seq_lens_cpu: Tensor | None = None
+    has_grammar: bool = False
+    return_logprob: bool = False
+    sampling_info: Any = None
+
+
+def sampling(*, greedy: bool = True, **changed: Any) -> Any:
+    """The host's SamplingBatchInfo, in what a decode reads."""
+    unchanged = {"acc_additive_penalties": None, "acc_scaling_penalties": None, "logit_bias": None}
+    return SimpleNamespace(is_all_greedy=greedy, **(unchanged | changed))
+
+
+class ForwardBatch:
+    """A forward's batch, made of the scheduler's for a decode."""
+
+    @staticmethod
+    def init_new(batch: Batch, runner: Any, *, capture_hidden_mode: Any, return_hidden_states_before_norm: bool) -> Any:
+        assert capture_hidden_mode is Hidden.FULL
+        assert runner.model_config is not None
+        return SimpleNamespace(**(vars(batch) | {"batch_size": batch.seq_lens.shape[0], "batch": batch}))
 
     @property
     def req_pool_indices_cpu(self) -> Tensor:
@@ -206,7 +226,10 @@ SPENT = [0.0]  # seconds that the target's graphs have run
 
 
 class GraphRunner:
-    """The target's graphs of one width. A replay takes a time that grows with the nodes it verifies."""
+    """The target's graphs of one width. A replay takes a time that grows with the nodes it verifies.
+
+    As the host's: they decode without an algorithm, and verify with one.
+    """
 
     def __init__(
         self, model_runner: Any, *, attn_backend: Any = None, speculative_num_steps: int | None = None,
@@ -217,6 +240,13 @@ class GraphRunner:
         self.model_runner, self.nodes = model_runner, spec.nodes
         self.capture_bs = [1, 2, 3, 4]
         self.backend = self
+        self.mode = Mode.DECODE if model_runner.spec_algorithm is Algorithm.NONE else Mode.TARGET_VERIFY
+        self.capture_hidden_mode = None if self.mode is Mode.DECODE else Hidden.FULL
+        for size in self.capture_bs:
+            self.capture_prepare(size)
+
+    def capture_prepare(self, size: int) -> None:
+        assert self.capture_hidden_mode is Hidden.FULL, "hidden states are not captured"
 
     def _make_graph_key(self, size: int, stream_idx: Any = None, variant_label: Any = None) -> int:
         assert variant_label is None
@@ -282,6 +312,7 @@ class TargetWorker:
 
     def __init__(self, setting: Setting, rank: int = 0, size: int = 1) -> None:
         self.answer: Result | None = None
+        self.decoded: Any = None  # called with the batch of a decode
         self.setting = setting
         self.model_config = SimpleNamespace(
             vocab_size=2048, hidden_size=256, context_len=CONTEXT, dtype=setting.dtype, model_is_mrope=False,
@@ -297,7 +328,7 @@ class TargetWorker:
             token_to_kv_pool=SimpleNamespace(post_capture_active=False),
             context=Context(setting), init_new_workspace=False, decode_cuda_graph_runner=None,
             _get_attention_backend=self.attention_backend, _decode_cuda_graph_runner_cls=lambda: GraphRunner,
-            tp_group=Group(rank, size),
+            tp_group=Group(rank, size), spec_algorithm=Algorithm(), war_fastpath_read_done_event=None,
         )  # fmt: skip
         self.model_runner.attn_backend = self.attention_backend()
         if setting.graphs:
@@ -320,7 +351,18 @@ class TargetWorker:
             buffer = VerifyMask(torch.zeros(cells, dtype=dtype, device=setting.device), setting.mask, rows)
         return SimpleNamespace(verify_mask=buffer, max_context_len=CONTEXT + 40, nodes=nodes)
 
-    def forward_batch_generation(self, batch: Batch, capture_hidden_mode: Any) -> Result | None:
+    def forward_batch_generation(
+        self,
+        batch: Batch | None,
+        forward_batch: Any = None,
+        is_verify: bool = False,
+        *,
+        capture_hidden_mode: Any = None,
+    ) -> Any:
+        if batch is None:
+            assert is_verify, "the host would sample"
+            LOG.append(f"decode on {fake_host.Stream.current.name}")
+            return self.decoded(forward_batch)
         LOG.append(f"prefill on {fake_host.Stream.current.name}")
         assert capture_hidden_mode is Hidden.FULL
         return self.answer
@@ -331,6 +373,8 @@ class TargetWorker:
 
 
 class Algorithm:
+    NONE = "no speculation"
+
     @staticmethod
     def from_string(name: str) -> Algorithm:
         return Algorithm()

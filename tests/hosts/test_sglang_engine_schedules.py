@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_engine_host import Host, made_host
-from fake_engine_parts import Setting, TreeMaskMode
+from fake_engine_parts import CONTEXT, Setting, TreeMaskMode
 
 from eaglex.engine import DraftEngine
 from eaglex.errors import ConfigError
-from eaglex.hosts.sglang import steps
+from eaglex.hosts.sglang import kept_rows, steps
+from eaglex.hosts.sglang.kept_rows import ROWS
+from eaglex.hosts.sglang.translate import Verified
 from eaglex.packed import DraftQuant, Precision
 from eaglex.quantize import quantize
 
@@ -74,13 +76,84 @@ def test_drafts_after_a_pause_are_as_if_there_had_been_none(name: str, monkeypat
         assert host.worker._plan.paused_cycles > 4
         assert set(host.widths) == {0, host.setting.steps}
         assert min(host.widths.values()) > 5
+        assert set(host.decodes) == {"sampled", "verified"}
         assert host.drafted
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rows_of_a_steady_batch_are_written_together(rows: int, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for several decodes, and none is missing where a draft, a prompt or another batch comes in between."""
+    monkeypatch.setattr(kept_rows, "ROWS", rows)
+    for constant, value in {"ENOUGH": 2, "SAMPLE": 2, "FIRST_TRIAL": 11, "LAST_TRIAL": 11, "WINDOW": 4}.items():
+        monkeypatch.setattr(steps.Pausing, constant, value)
+    with made_host(Setting(pausing=True, overlap=overlap, slots=3), seed=rows) as host:
+        host.worker._plan._choice.table = steps.BreakEven(((1, 3.9),))
+        launches = counted(host)
+        whole_prompts(host, 2)
+        decodes(host, 24)
+        paused = host.worker._plan.paused_cycles
+        assert host.drafted > 4, "pauses did not end"
+        assert paused > 12
+        host.worker._stream.join()
+        assert len(launches) == paused if rows == 1 else len(launches) <= paused / min(rows, 10) + 4
+        whole_prompts(host, 1)
+        decodes(host, 10)
+        host.running.pop(0)
+        decodes(host, 10)
+        assert set(host.widths) == {0, host.setting.steps}
+
+
+def test_rows_that_wait_are_written_before_weights_change() -> None:
+    with made_host(Setting(pausing=True), seed=4) as host:
+        whole_prompts(host, 2)
+        host.worker._plan._choice.table = steps.BreakEven(((1, 9.0),))
+        host.worker._plan._choice.paused = True
+        for _ in range(3):
+            host.decode([])
+        launches = counted(host)
+        host.symbols["SchedulerWeightUpdaterManager"]().update_weights_from_disk(None)
+        assert launches == [1]
+        host.worker._plan._choice.paused = False
+        host.decode([])
+        host.decode([])
+        assert host.drafted == 2
+
+
+def counted(host: Host) -> list[int]:
+    """Grows by 1 with every launch after which nothing is drafted."""
+    launches: list[int] = []
+    plain = host.worker._draft_worker.draft_verified
+
+    def draft_verified(verified: Verified, drafting: bool, stream: int) -> None:
+        if not drafting:
+            launches.append(1)
+        plain(verified, drafting, stream)
+
+    host.worker._draft_worker.draft_verified = draft_verified
+    return launches
+
+
+def decodes(host: Host, count: int) -> None:
+    """So many forwards of the batch that runs, as far as there is room."""
+    for _ in range(count):
+        if max(request.length for request in host.running) < CONTEXT - 2 * host.setting.nodes:
+            host.decode([])
+
+
+def whole_prompts(host: Host, count: int) -> None:
+    host.prefill(count)
+    while any(request.unfinished for request in host.running):
+        host.prefill(0)
 
 
 def test_the_table_is_measured_at_start_and_leaves_no_trace() -> None:
     with made_host(Setting(pausing=True)) as host:
         table = host.worker._plan._choice.table
-        wide, narrow = 1 + 0.16 * 4 + 0.2, 1 + 0.16 + 0.2  # of fake_engine_parts.GraphRunner, and the clock's own 0.1
+        rows = host.worker._draft_worker.rows_kept  # in one launch: a decode pays for a part of it
+        assert rows == ROWS
+        # of fake_engine_parts.GraphRunner, and the clock's own 0.1
+        wide, narrow = 1 + 0.16 * 4 + 0.2, 1 + 0.16 + 0.1 + 0.1 / rows
         assert table.at(1) == pytest.approx(wide / narrow)
         assert [batch for batch, _ in table.minimum] == [1, 2, 4], "powers of two alone"
         draft = host.worker._draft_worker

@@ -59,8 +59,20 @@ def test_a_draft_that_does_not_pay_is_paused_and_tried_again_ever_less_often(cap
     assert len([line for line in caplog.messages if "pauses" in line]) == 1
     trials = sum(took[i] == 5 and took[i - 1] == 0 for i in range(1, len(took)))
     assert trials == choice.pauses - 1 == 3  # after 2048, 4096, 8192
-    assert sum(one == 5 for one in took) == 4 * (Pausing.SAMPLE + 2)  # results come two verifications later
+    assert sum(one == 5 for one in took) == 4 * (37 + 2)  # 1 + 2 * 1.5 / sqrt(37) < 1.5; results come two later
     assert server.plan.paused_cycles > 0.98 * len(took)
+
+
+@pytest.mark.parametrize(("least", "batch", "verifications"), [(2.5, 1, 8), (2.2, 1, 8), (1.9, 1, 12), (1.9, 64, 8)])
+def test_what_accepts_nothing_is_not_tried_for_long(least: float, batch: int, verifications: int) -> None:
+    """1 + 3 / sqrt(requests) is below break-even, after eight verifications at the earliest; results come two later."""
+    took = Server(Pausing(5, BreakEven(((64, least),)))).run(80, 1.0, batch=batch)
+    assert sum(one == 5 for one in took) == verifications + 2
+
+
+def test_a_less_clear_case_takes_as_many_as_are_enough() -> None:
+    took = Server(Pausing(5, BreakEven(((1, 2.2),)))).run(80, 1.9)
+    assert sum(one == 5 for one in took) == Pausing.SAMPLE + 2
 
 
 def test_a_trial_that_pays_ends_the_pause() -> None:

@@ -4,6 +4,8 @@ It is copied into the folder of entry points under the name `serve_probe`, and d
 file. Rows are [stage, batch, microseconds]; they are written, and forgotten, at the first prefill after a file
 SERVE_PROBE.want has appeared, so that no cycle that is timed pays for it.
 
+Of an engine that pauses, paused cycles are counted and nothing is timed.
+
 Stages: `draft` and `extend`, GPU time (the engine drafts in `extend`; its `draft` is the tree kernel); `verify`, GPU
 time, and `verify_cpu`, the CPU's; `host`, CPU time of a forward without verification and the host's own callback, and
 of it the parts `before` and `after` verification; `late`, that of enqueuing the draft outside of it. Every fourth cycle
@@ -109,6 +111,19 @@ def forward(owner: Any, path: str) -> None:
     owner.forward_batch_generation = wrapped
 
 
+def paused(owner: Any, path: str) -> None:
+    """The paused cycles alone: what is compared with no speculation has no clock in it that the other has not."""
+    original = owner.forward_batch_generation
+
+    def wrapped(self: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+        if batch.forward_mode.is_extend() and self.ps.tp_rank == 0 and os.path.exists(path + ".want"):
+            cycle["paused"] = self._plan.paused_cycles
+            write(path)
+        return original(self, batch, *arguments, **options)
+
+    owner.forward_batch_generation = wrapped
+
+
 def launch(owner: Any) -> None:
     """CPU time of a draft that is enqueued outside of a forward."""
     original = owner.launch
@@ -144,7 +159,12 @@ def activate() -> None:
     path, engine = os.environ.get("SERVE_PROBE"), os.environ.get("SERVE_PROBE_ENGINE")
     if not path or engine == "none":
         return
-    if engine in ("eaglex", "pausing", "fp8", "int4", "dedicated"):
+    if engine == "pausing":
+        from eaglex.hosts.sglang.engine_worker import EaglexEngineWorker
+
+        paused(EaglexEngineWorker, path)
+        return
+    if engine in ("eaglex", "fp8", "int4", "dedicated"):
         from eaglex.hosts.sglang.dedicated_draft import DedicatedDraft
         from eaglex.hosts.sglang.draft_side import DraftSide
         from eaglex.hosts.sglang.engine_draft import EngineDraft

@@ -9,14 +9,24 @@ namespace eaglex::stream {
 namespace {
 
 constexpr int kMinStages = 2;
+constexpr int kStagesBesideX = 8;  // enough, where a block keeps x
 
 // Where two teams of warps take chunks in turn (paired.cuh) a stage must be of one team in every round: the barriers tell
 // rounds apart by their parity, and a team that meets a stage every other round only could be two rounds off.
-int fit_stages(const GemmProblem& problem, int token_tiles, int chunk_k, int budget) {
-  const int teams = is_paired(problem.weight_bits, token_tiles) && token_tiles == 1 ? 2 : 1;
+int fit_stages(const GemmProblem& problem, const GemmConfig& config, int kept_chunks, int budget) {
+  const int teams = is_paired(problem.weight_bits, config.token_tiles) && config.token_tiles == 1 ? 2 : 1;
   int stages = kMaxStages;
-  while (stages > 0 && shared_layout(problem, token_tiles, chunk_k, stages).total > budget) --stages;
+  while (stages > 0 && shared_layout(problem, config.token_tiles, config.chunk_k, stages, kept_chunks).total > budget)
+    --stages;
   return stages / teams * teams;
+}
+
+// Chunks whose x a block keeps, if that leaves a ring as deep as x in every stage would, or deep enough.
+int chunks_kept(const GemmProblem& problem, const GemmConfig& config, int units, int budget) {
+  if (problem.weight_bits != 4 || problem.tokens > 1) return 0;
+  const int chunks = std::min(problem.segments * config.chunks_per_segment, (units + config.grid - 1) / config.grid);
+  const int stages = fit_stages(problem, config, chunks, budget);
+  return stages >= std::min(config.stages, kStagesBesideX) ? chunks : 0;
 }
 
 }  // namespace
@@ -49,15 +59,18 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
 
   const bool wide = problem.tokens > kMaxTokens;
   const int slot = wide ? device.shared_per_block : std::min(slot_bytes(device), device.shared_per_block);
-  config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, slot);
+  config.stages = fit_stages(problem, config, 0, slot);
   config.in_slot = !wide && config.stages >= kMinStages;
-  if (!config.in_slot) config.stages = fit_stages(problem, config.token_tiles, config.chunk_k, device.shared_per_block);
+  if (!config.in_slot) config.stages = fit_stages(problem, config, 0, device.shared_per_block);
   expect(config.stages >= kMinStages, ErrorCode::kConfig, "shared_per_block",
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
   config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
   config.split = split_of(units, config.grid);
-  config.shared_bytes = std::max(slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages).total);
+  config.kept_chunks = config.in_slot ? chunks_kept(problem, config, units, slot) : 0;
+  if (config.kept_chunks > 0) config.stages = fit_stages(problem, config, config.kept_chunks, slot);
+  config.shared_bytes = std::max(
+      slot, shared_layout(problem, config.token_tiles, config.chunk_k, config.stages, config.kept_chunks).total);
   return config;
 }
 

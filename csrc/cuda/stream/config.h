@@ -146,6 +146,7 @@ struct GemmConfig {
   int grid = 0;
   Split split;  // of all chunks over the grid
   int stages = 0;
+  int kept_chunks = 0;   // whose x a block keeps for its whole run (kept.cuh); 0: x comes with each chunk of weights
   int shared_bytes = 0;  // the whole slot, needed or not
   bool in_slot = false;  // fits its slot; if not, it still runs, one block per SM and nothing beside it
 };
@@ -173,14 +174,16 @@ struct GemmConfig {
 // Offsets into dynamic shared memory.
 struct SharedLayout {
   int x = 0;  // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][chunk_k / 64][8·token_tiles][64], swizzled, for
-              // wgmma
-  int gamma = 0;     // [stages][chunk_k] 16-bit, only with norms
-  int exchange = 0;  // between the warps: halves of K, tiles of logits
-  int norms = 0;     // num_squares() sums of squares, then [segments][tokens] 1 / rms
-  int sources = 0;   // [segments][tokens] pointers to rows of x
-  int row_info = 0;  // [tokens] of the epilogue's own type
-  int state = 0;     // the epilogue's own
-  int barriers = 0;  // landed, full and empty per stage, then row_info and the block's flag
+              // wgmma; with kept_chunks in the place of stages where x is kept, and its sums behind it
+  int x_sums = 0;     // x kept, INT4: [kept_chunks][chunk_k / 64] of float
+  int x_squares = 0;  // x kept, with norms: [kept_chunks] of float
+  int gamma = 0;      // [stages][chunk_k] 16-bit, only with norms
+  int exchange = 0;   // between the warps: halves of K, tiles of logits
+  int norms = 0;      // num_squares() sums of squares, then [segments][tokens] 1 / rms
+  int sources = 0;    // [segments][tokens] pointers to rows of x
+  int row_info = 0;   // [tokens] of the epilogue's own type
+  int state = 0;      // the epilogue's own
+  int barriers = 0;   // landed, full and empty per stage, then row_info and the block's flag
   int total = 0;
 };
 
@@ -203,14 +206,16 @@ struct SharedLayout {
 }
 
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr SharedLayout shared_layout(const GemmProblem& p, int token_tiles,
-                                                                      int chunk_k, int stages) {
+                                                                      int chunk_k, int stages, int kept_chunks = 0) {
   const int tokens = 8 * token_tiles;
   SharedLayout at;
   const bool wide = p.wgmma && token_tiles >= 4;
   constexpr int kSwizzled = 1024;  // bytes of eight rows, where the swizzle begins anew
   at.x = align_up(stages * stage_bytes(p.weight_bits, token_tiles), wide ? kSwizzled : 16);
-  at.gamma = at.x + stages * chunk_k * (wide ? tokens : p.tokens) * 2;
-  at.exchange = at.gamma + (p.normed ? stages * chunk_k * 2 : 0);
+  at.x_sums = at.x + (kept_chunks > 0 ? kept_chunks : stages) * chunk_k * (wide ? tokens : p.tokens) * 2;
+  at.x_squares = at.x_sums + (p.weight_bits == 4 ? kept_chunks * (chunk_k / kKMultiple) * 4 : 0);
+  at.gamma = at.x_squares + align_up(p.normed ? kept_chunks * 4 : 0, 16);
+  at.exchange = at.gamma + (p.normed && kept_chunks == 0 ? stages * chunk_k * 2 : 0);
   at.norms = at.exchange + align_up(exchange_bytes(p.weight_bits, token_tiles), 16);
   at.sources = at.norms + (p.normed ? (num_squares(tokens) + p.segments * tokens) * 4 : 0);
   at.row_info = at.sources + p.segments * tokens * 8;

@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "cuda/stream/kept.cuh"
 #include "cuda/stream/multiply.cuh"
 #include "cuda/stream/paired.cuh"
 #include "cuda/stream/scatter.cuh"
@@ -123,6 +124,8 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
                                              float (&acc)[kTokenTiles][4]) {
     if constexpr (G::kWide) {
       accumulate_wide(end - unit, (end - 1) % shape_.chunks_per_segment + 1 == shape_.chunks_per_segment, at, acc);
+    } else if constexpr (Weights::kKeepsX) {
+      accumulate_kept(unit, end, segment, at, acc);
     } else if constexpr (kPaired) {
       accumulate_pairs(unit, end, segment, at, acc);
     } else {
@@ -138,7 +141,22 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
     multiply.add_chunks(shape_, ring_, multiply.operands(shared_, at_), unit, end,
                         (unit - segment * shape_.chunks_per_segment) % per_tile_, at, sums, squares);
     multiply.lane = this->opaque_lane();
-    multiply.merge(sums, squares, this->exchange(), this->squares(), acc);
+    multiply.merge(sums, this->exchange(), acc, [&] { multiply.store_squares(squares, this->squares()); });
+  }
+
+  __device__ __forceinline__ void accumulate_kept(int unit, int end, int segment, RingPosition& at,
+                                                  float (&acc)[kTokenTiles][4]) {
+    float sums[Multiply::kStrips][kTokenTiles][4] = {};
+    KeptMultiplier<Weights, kNormed> multiply{{role_.lane, role_.warp, shape_.tokens}};
+    const int chunk = (unit - segment * shape_.chunks_per_segment) % per_tile_;
+    const int kept = (unit - shape_.split.first(blockIdx.x)) % per_tile_;
+    multiply.add_chunks(shape_, ring_, shared_, at_, {unit, end, chunk, kept, per_tile_}, at, sums);
+    multiply.lane = this->opaque_lane();
+    multiply.merge(sums, this->exchange(), acc, [&] {
+      if constexpr (kNormed)
+        multiply.store_squares(reinterpret_cast<const float*>(shared_ + at_.x_squares), kept, end - unit, per_tile_,
+                               this->squares());
+    });
   }
 
   __device__ __forceinline__ void accumulate_strip(int unit, int end, int segment, RingPosition& at,
@@ -217,10 +235,17 @@ __device__ __forceinline__ void begin_barrier() {
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 
+// Computed here and not where it is used.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 template <class Weights, int kTokenTiles, class Step>
 __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params) {
   using G = Geometry<Weights, kTokenTiles>;
+  constexpr bool kGammaStreams = Step::kNormed && !Weights::kKeepsX;
   extern __shared__ __align__(1024) std::byte shared[];
   if (shape.release == Release::kAtOnce) release_dependents();
   if (is_idle(shape.needed)) {
@@ -252,11 +277,13 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     }
     mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
     mbar_init_fence();
-    issued = fill_ring<Weights, kTokenTiles, Step::kNormed>(shape, ring, first, last);
+    issued = fill_ring<Weights, kTokenTiles, kGammaStreams>(shape, ring, first, last);
   }
   const bool locates = warp > kConsumerWarps;
   const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
   if (locates) touch_parameters(params);
+  int begin = 0;  // of the block's first chunk in its tile: no division behind the wait
+  if constexpr (Weights::kKeepsX) begin = opaque(first % (shape.segments * shape.chunks_per_segment));
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.
 #pragma unroll 1
@@ -277,7 +304,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     if (idle) return;
     if (!kAllLocate && lane == 0) mbar_arrive(rows_ready);
     if (kAllLocate) mbar_wait(rows_ready, 0);
-    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
+    if constexpr (!Weights::kKeepsX) produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
     Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
     asm volatile("cp.async.wait_all;" ::: "memory");
     return;
@@ -285,7 +312,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   if (warp == kConsumerWarps) {
     if (lane != 0) return;
     if (idle) return land_ring(ring, issued);
-    return produce_weights<Weights, kTokenTiles, Step::kNormed>(shape, ring, issued, first, last);
+    return produce_weights<Weights, kTokenTiles, kGammaStreams>(shape, ring, issued, first, last);
   }
   if (idle) return;
   if constexpr (kAllLocate) {
@@ -293,6 +320,10 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
     if (token < shape.tokens) Step::locate(params, token, sources + token, G::kTokens, rows + token);
     mbar_arrive(rows_ready);
+  }
+  if constexpr (Weights::kKeepsX) {
+    mbar_wait(rows_ready, 0);
+    keep_inputs<Weights, Step::kNormed>(shape, at, shared, sources, begin, last - first);
   }
   Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();
 }

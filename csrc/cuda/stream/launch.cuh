@@ -65,7 +65,8 @@ void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const Gemm
                   const typename Step::Params& params, cudaStream_t stream) {
   static std::atomic<std::int64_t> known = 0;
   auto* const kernel = stream_gemm<Weights, kTokenTiles, Step>;
-  const SharedLayout layout = shared_layout(problem, config.token_tiles, config.chunk_k, config.stages);
+  const SharedLayout layout =
+      shared_layout(problem, config.token_tiles, config.chunk_k, config.stages, config.kept_chunks);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
         "shared memory");
   const int resident = plan.device.num_sms * blocks_per_sm(reinterpret_cast<const void*>(kernel), plan.device.num_sms,
@@ -80,6 +81,10 @@ void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmCon
                const typename Step::Params& params, cudaStream_t stream) {
   switch (config.token_tiles) {
     case 1:
+      if constexpr (Weights::kBits == 4) {
+        if (config.kept_chunks > 0)
+          return launch_tiled<BesideKeptX<Weights>, 1, Step>(plan, problem, config, shape, params, stream);
+      }
       return launch_tiled<Weights, 1, Step>(plan, problem, config, shape, params, stream);
     case 2:
       return launch_tiled<Weights, 2, Step>(plan, problem, config, shape, params, stream);

@@ -167,10 +167,20 @@ struct PairedMultiplier {
     }
   }
 
+  // The warp's part for TileSums::own_squares.
+  __device__ __forceinline__ void store_squares(const Squares& squares, float* all_squares) const {
+    const int g = lane / 4;
+    if (kNormed && g / 2 == lane % 4) {
+      const int at = kTokenTiles == 1 ? warp * 8 : warp % 4 * 16 + set() * 8;
+      all_squares[at + g] = squares.of(g);
+    }
+  }
+
   // Sums over the warps of a set, in a fixed order: `acc` of strip warp / 2 in the even warps. `exchange` holds 512 bytes
-  // per warp and tile of 8 tokens, `all_squares` the partial sums of TileSums::own_squares.
-  __device__ __forceinline__ void merge(Sums sums, const Squares& squares, float4* exchange, float* all_squares,
-                                        float (&acc)[kTokenTiles][4]) const {
+  // per warp and tile of 8 tokens; `store_squares` is called where nobody reads those of the piece before any more.
+  template <class StoreSquares>
+  __device__ __forceinline__ void merge(Sums sums, float4* exchange, float (&acc)[kTokenTiles][4],
+                                        StoreSquares&& store_squares) const {
     const auto slot = [&](int of) { return exchange + of * (kTokenTiles * 32) + lane; };
     const auto put = [&](float4* to, const float (&part)[kTokenTiles][4]) {
 #pragma unroll
@@ -194,12 +204,8 @@ struct PairedMultiplier {
         }
       }
     };
-    consumer_barrier();  // whoever read `exchange` and `all_squares` before is done
-    const int g = lane / 4;
-    if (kNormed && g / 2 == lane % 4) {
-      const int at = kTokenTiles == 1 ? warp * 8 : warp % 4 * 16 + set() * 8;
-      all_squares[at + g] = squares.of(g);
-    }
+    consumer_barrier();  // whoever read `exchange` and the squares before is done
+    store_squares();
     // Two warps exchange half of what they have. A slot is written again by the one warp that has read it.
     if constexpr (kStrips == 4) {
       swap(sums[0], sums[2], warp >= 4), swap(sums[1], sums[3], warp >= 4);

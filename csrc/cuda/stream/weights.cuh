@@ -16,6 +16,7 @@ namespace eaglex::stream {
 // `load`, from there and the strip to the A operands of the two m16n8k16 of each block. Then what scales there are:
 // kRowScales for the epilogue, kGroupScales behind each group's values. kLift: the operands are 2^-120 of the weights.
 struct Bf16Weights {
+  static constexpr bool kKeepsX = false;
   static constexpr int kBits = 16;
   static constexpr int kSpan = 1;
   static constexpr bool kRowScales = false;
@@ -36,6 +37,7 @@ struct Bf16Weights {
 
 // Operands that are 2^-120 of the weights (words.h).
 struct Fp8Weights {
+  static constexpr bool kKeepsX = false;
   static constexpr int kBits = 8;
   static constexpr int kSpan = 1;
   static constexpr bool kRowScales = true;
@@ -72,6 +74,7 @@ struct Fp8Weights {
 
 // A lane's weights of two K blocks lie together.
 struct Int4Weights {
+  static constexpr bool kKeepsX = false;
   static constexpr int kBits = 4;
   static constexpr int kSpan = 2;
   static constexpr bool kRowScales = false;
@@ -130,6 +133,12 @@ struct Int4Weights {
     for (int i = 0; i < 4; ++i)
       a[i / 2][half][at + i % 2] = pack(__hsub2(unpack(lifted(word >> (4 * i))), unpack(kInt4Lift)));
   }
+};
+
+// The same weights in blocks that keep x for their whole run (kept.cuh).
+template <class Weights>
+struct BesideKeptX : Weights {
+  static constexpr bool kKeepsX = true;
 };
 
 }  // namespace eaglex::stream

@@ -62,6 +62,7 @@ inline constexpr std::uint32_t kInt4Lift = 0x43084308U;  // a pair of 136
 }
 inline constexpr std::uint32_t kInt4BareOffset = 0x80088008U;      // a pair of -8, of pairs 0 and 2
 inline constexpr std::uint32_t kInt4BareOffsetHigh = 0x80808080U;  // of pairs 1 and 3
+inline constexpr float kInt4BareEights = -0x1p-130F;               // the same -8, of pairs 0 and 2
 
 // Eight neighbours in k each, the first in the lowest bits: of rows g and g + 8.
 struct Int4Rows {

@@ -1,8 +1,9 @@
 """Break-even, measured at start: from which accept length a cycle with a draft is worth its time.
 
-With a draft: the target's captured verification of all nodes, and the draft's launch. Without: verification of the root
-alone, and the launch that keeps fc, K and V of every token. Both on the GPU alone and over short contexts; what the
-host adds is in neither, so where the CPU is what a server waits for, drafting pays from fewer tokens than this says.
+With a draft: the target's captured verification of all nodes, and the draft's launch. Without: the target's captured
+decode, and a decode's part of the launch that keeps fc, K and V of every token (kept_rows.py). Both on the GPU alone
+and over short contexts; what the host adds is in neither, so where the CPU is what a server waits for, drafting pays
+from fewer tokens than this says.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def clock_of(device: torch.device) -> Clock:
     return on_the_gpu if device.type == "cuda" else on_the_cpu
 
 
-def measure(states: VerifyStates, trials: Trials, *, steps: int, clock: Clock, limit: int) -> BreakEven:
-    """The table, for captured batches that are powers of two, at most `limit`; all ranks call it together.
+def measure(states: VerifyStates, trials: Trials, *, steps: int, clock: Clock, limit: int, rows: int) -> BreakEven:
+    """The table, for captured batches that are powers of two, at most `limit`; all ranks call it together. While paused
+    one launch keeps so many `rows` of a request.
 
     Replays the host's graphs on what they were captured with: its padding rows, which belong to nobody.
     """
@@ -65,7 +67,7 @@ def measure(states: VerifyStates, trials: Trials, *, steps: int, clock: Clock, l
     found = []
     for batch in batches(wide, narrow, limit):
         with_draft = clock(replay(wide, batch)) + clock(trials.trial(batch, wide.nodes, drafting=True))
-        without = clock(replay(narrow, batch)) + clock(trials.trial(batch, narrow.nodes, drafting=False))
+        without = clock(replay(narrow, batch)) + clock(trials.trial(batch, rows, drafting=False)) / rows
         found.append((batch, with_draft / without))
     trials.end_trials()
     return BreakEven(tuple(found))

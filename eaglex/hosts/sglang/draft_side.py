@@ -213,6 +213,11 @@ class DraftSide:
             seq_lens_cpu=None,
         )
 
+    @property
+    def rows_kept(self) -> int:
+        """Rows of a request that may wait for one `draft_verified` while nothing is drafted; 0: it does nothing."""
+        return 1
+
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """What follows a verification, on `stream`. Without `drafting` no draft is wanted for the next one."""
         raise NotImplementedError

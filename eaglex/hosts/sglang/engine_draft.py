@@ -20,6 +20,7 @@ from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
+from eaglex.hosts.sglang.kept_rows import rows_that_fit
 from eaglex.hosts.sglang.shrink import Shrink, Wanted
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
@@ -183,6 +184,12 @@ class EngineDraft(DraftSide):
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start."""
         return self.engine.counters()
+
+    @property
+    def rows_kept(self) -> int:
+        """As many as make a launch worth its reading of the weights."""
+        limits = self.limits
+        return rows_that_fit(num_layers=self.config.num_layers, max_batch=limits.max_batch, max_rows=limits.max_rows)
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Extend by the accepted tokens, then draft from each request's last one.

@@ -24,6 +24,7 @@ from eaglex.hosts.sglang.draft_side import DraftSide
 from eaglex.hosts.sglang.engine_draft import EngineDraft
 from eaglex.hosts.sglang.follower_draft import FollowerDraft
 from eaglex.hosts.sglang.ranks import Ranks
+from eaglex.hosts.sglang.root_forwards import RootForwards, wants_tokens_alone
 from eaglex.hosts.sglang.steps import Always, StepPlan
 from eaglex.hosts.sglang.stream import DraftStream, Events, Fence, Work
 from eaglex.hosts.sglang.translate import Prefilled, Verified, unfinished_of
@@ -55,7 +56,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             server_args, chosen, target_worker=target_worker, ranks=ranks, device=device, algorithm=algorithm
         )
         self._plan = StepPlan(Always(self.speculative_num_steps))  # until init_cuda_graphs knows more
-        self._states: VerifyStates | None = None
+        self._roots: RootForwards | None = None  # where fewer steps may be chosen
+        self._forwards: Any = None  # the stream of the last forward
         self._stream = DraftStream(device)
         self._fence, self._events = Fence(), Events()
         self._relayed_by_rows: dict[int, Copies] = {}
@@ -65,7 +67,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
         hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
-            hooks.around(manager, name, before=self._stream.drain, after=self._draft_worker.renew)
+            hooks.around(manager, name, before=self._drain, after=self._draft_worker.renew)
         if kind is EngineDraft:
             logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
 
@@ -88,10 +90,12 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         chosen = step_choice.choose(
             self.server_args, self._draft_worker, self.target_worker.model_runner, pausing=options.read().pausing
         )
-        self._plan, self._states = StepPlan(chosen.choice), chosen.states
+        self._plan = StepPlan(chosen.choice)
         device, entered = self._draft_worker.device, self._stream.entered
         self._draft_worker.metrics = metrics.of(self.server_args, self.ps.tp_rank, device, entered)
         if chosen.states is not None:
+            rows, pool = self._draft_worker.rows_kept, self.req_to_token_pool
+            self._roots = RootForwards(self.target_worker, pool, chosen.states, kept=chosen.kept, rows=rows)
             self._additional_graph_memory_usage["target_verify"] = chosen.gigabytes
             self._additional_graph_time_usage["target_verify"] = chosen.seconds
 
@@ -102,10 +106,14 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         overlap.
         """
         self._draft_worker.check()
-        current = self._stream.join()
+        current = self._forwards = self._stream.join()
         self._draft_worker.begin(batch)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self._write_kept()
             result, draft, inputs = self._prefill(batch)
+        elif self._roots is not None and self._next_steps(self._roots.states, batch) == 0:
+            self._write_kept(None if self._plan.drafting else batch.req_pool_indices)
+            return self._forward_roots(self._roots, batch, on_publish, grammar_barrier)
         else:
             result, draft, inputs = self._verify(batch, grammar_barrier)
         if on_publish is not None:
@@ -139,9 +147,53 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         with self._stream.entered():  # a prompt is turned into batches by torch
             self._draft_worker.draft_prefilled(prefilled, drafting, stream)
 
+    def _forward_roots(self, roots: RootForwards, batch: Any, on_publish: Any, grammar_barrier: Any) -> Any:
+        """A forward without drafts, and what follows it: the next draft, rows that are written, or nothing yet."""
+        drafting = self._plan.drafting
+        if wants_tokens_alone(batch):
+            result, verified = self.decode(roots, batch, on_publish)
+        else:
+            result, _, verified = self._verify(batch, grammar_barrier)
+            if on_publish is not None:
+                on_publish(result.new_seq_lens)
+        read = roots.read_done()
+        inputs = verified if drafting else roots.keep(verified)
+        if inputs is None and read is not None:
+            self._fence.publish(read)
+            return result
+        ready = self._events.recorded(self._forwards)
+        self._fence.publish(ready if drafting or read is None else read)
+        if inputs is not None:
+            self._stream.fork(
+                Work(functools.partial(self._draft_worker.draft_verified, inputs, drafting), ready, inputs)
+            )
+            if on_publish is None:
+                self._stream.launch()
+        return result
+
+    def decode(self, roots: RootForwards, batch: Any, on_publish: Any) -> tuple[Any, Verified]:
+        """The host's decode of the bonus tokens, as a verification that accepts nothing more."""
+        result, verified = roots.decode(batch, on_publish)
+        self._checked(verified.hidden_states)
+        result.next_draft_input = self._relayed(result.next_token_ids)
+        return result, verified
+
+    def _write_kept(self, goes_on: Tensor | None = None) -> None:
+        """Write rows that wait, before what may not come before them: anything but a decode of the same slots."""
+        if self._roots is None or not self._roots.waiting(goes_on):
+            return
+        with torch.cuda.stream(self._forwards):  # where they were made; who updates weights is on another
+            rows = self._roots.take()
+            ready = self._events.recorded(self._forwards)
+        self._stream.fork(Work(functools.partial(self._draft_worker.draft_verified, rows, False), ready, rows))
+        self._stream.join()
+
+    def _drain(self) -> None:
+        self._stream.join()
+        self._write_kept()
+        self._stream.drain()
+
     def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[int], None], Any]:
-        if self._states is not None:
-            self._set_steps(self._states, self._plan.verification(batch.seq_lens.shape[0]))
         batch.spec_info = self._draft_worker.draft(batch)
         result = self.verify(batch, grammar_barrier)
         result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
@@ -155,26 +207,28 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         )
         return result, functools.partial(self._draft_worker.draft_verified, verified, self._plan.drafting), verified
 
-    def _set_steps(self, states: VerifyStates, steps: int) -> None:
-        """What is verified from now on; the scheduler and its metrics read it here."""
-        if steps == self.speculative_num_steps:
-            return
-        state = states.activate(steps)
-        for owner in (self, self._draft_worker):
-            owner.speculative_num_steps, owner.speculative_num_draft_tokens = state.steps, state.nodes
+    def _next_steps(self, states: VerifyStates, batch: Any) -> int:
+        """Steps that are verified from now on; the scheduler and its metrics read them here."""
+        steps = self._plan.verification(batch.seq_lens.shape[0])
+        if steps != self.speculative_num_steps:
+            state = states.activate(steps)
+            for owner in (self, self._draft_worker):
+                owner.speculative_num_steps, owner.speculative_num_draft_tokens = state.steps, state.nodes
+        return steps
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The host has the accept counts of one verification on the CPU; the same on all ranks, in the same order."""
-        if self._states is not None:
+        if self._roots is not None:
             self._plan.observe(num_correct_drafts_per_req, batch_size)
         if self._draft_worker.metrics is not None:
             self._draft_worker.metrics.paused(self._plan.paused_cycles)
 
     def verify(self, batch: Any, grammar_barrier: Any = None) -> Any:
-        """The host's verification of `batch.spec_info`."""
+        """The host's verification of `batch.spec_info`; of roots alone, the target decodes."""
+        roots = self._roots if self.speculative_num_steps == 0 else None
         return self._run_verify(
             batch,
-            target_worker=self.target_worker,
+            target_worker=self.target_worker if roots is None else roots.target,
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             plan_stream=None,  # a third stream would not be ordered
@@ -211,6 +265,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""
         self._stream.drain()
+        if self._roots is not None:
+            self._roots.forget()
         counts = self._draft_worker.counters()
         if counts:
             logger.info("EAGLEX: requests since the start, by outcome: %s.", counts)

@@ -71,6 +71,11 @@ class FollowerDraft(DraftSide):
         """No slot has a draft any more."""
         self.link.bridge.results.drafted_for.fill_(-1)
 
+    @property
+    def rows_kept(self) -> int:
+        """None: the rank that drafts writes K and V."""
+        return 0
+
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Take in what the rank that drafts says of these requests."""
         if drafting:

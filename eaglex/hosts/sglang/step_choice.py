@@ -9,6 +9,7 @@ from typing import Any
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import break_even, compat
 from eaglex.hosts.sglang.draft_memory import Ledger
+from eaglex.hosts.sglang.kept_rows import KeptRows
 from eaglex.hosts.sglang.steps import Adaptive, Always, BreakEven, Choice, Pausing
 from eaglex.hosts.sglang.verify_states import VerifyStates
 
@@ -17,10 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chosen:
-    """A choice of steps; no states where there is nothing to choose. What they cost in GPU memory (GB) and seconds."""
+    """A choice of steps; no states where there is nothing to choose; where rows wait while nothing is drafted, if they
+    do on this rank. What all of it costs in GPU memory (GB) and seconds.
+    """
 
     choice: Choice
     states: VerifyStates | None = None
+    kept: KeptRows | None = None
     gigabytes: float = 0.0
     seconds: float = 0.0
 
@@ -41,13 +45,31 @@ def choose(server_args: Any, draft: Any, model_runner: Any, *, pausing: bool) ->
     ledger = Ledger(draft.device)
     with ledger.taking("graphs"):
         states.add(0, graphs=True)
+        kept = _kept(draft)
     table = break_even.measure(
-        states, draft, steps=steps, clock=break_even.clock_of(draft.device), limit=draft.limits.max_batch
+        states,
+        draft,
+        steps=steps,
+        clock=break_even.clock_of(draft.device),
+        limit=draft.limits.max_batch,
+        rows=max(draft.rows_kept, 1),
     )
     # rank 0 times the draft; what the others have timed differs, and every rank must decide alike
     table = BreakEven(tuple(map(tuple, model_runner.tp_group.broadcast_object(table.minimum, src=0))))
     logger.info("EAGLEX: drafting pays from so many tokens per verification, by batch: %s.", table)
-    return Chosen(Pausing(steps, table), states, ledger.used["graphs"] / 1e9, states.seconds)
+    return Chosen(Pausing(steps, table), states, kept, ledger.used["graphs"] / 1e9, states.seconds)
+
+
+def _kept(draft: Any) -> KeptRows | None:
+    if draft.rows_kept < 2:
+        return None
+    return KeptRows(
+        rows=draft.rows_kept,
+        max_batch=draft.limits.max_batch,
+        width=draft.config.aux_width,
+        dtype=draft.kv_dtype,
+        device=draft.device,
+    )
 
 
 def _adaptive(server_args: Any, draft: Any, model_runner: Any) -> Chosen:
@@ -63,5 +85,6 @@ def _adaptive(server_args: Any, draft: Any, model_runner: Any) -> Chosen:
         for other in parameters.candidate_steps:
             reached = parameters.cuda_graph_bs_for_step(other)
             states.add(other, graphs=runner is not None and bool(reached))
+        kept = _kept(draft) if 0 in parameters.candidate_steps else None
     logger.info("EAGLEX: adaptive steps %s; %d are drafted.", parameters.candidate_steps, draft.speculation.num_steps)
-    return Chosen(Adaptive(parameters), states, ledger.used["graphs"] / 1e9, states.seconds)
+    return Chosen(Adaptive(parameters), states, kept, ledger.used["graphs"] / 1e9, states.seconds)

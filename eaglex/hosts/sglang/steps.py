@@ -7,6 +7,7 @@ forwards and their batch sizes, accept counts, and one table that rank 0 measure
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -95,15 +96,17 @@ class Pausing:
 
     A window holds what the last verifications accepted, bonus tokens included, in tokens and requests. While paused
     nothing is learned about the draft, so it is tried again: when the batch changes to a size at which the last known
-    accept length pays, and every so often, for as many verifications as a decision needs. Each trial that fails doubles
-    the time to the next.
+    accept length pays, and every so often, for as many verifications as a decision needs: fewer where they accept far
+    too little. Each trial that fails doubles the time to the next.
     """
 
     WINDOW: ClassVar[int] = 128  # verifications
     ENOUGH: ClassVar[int] = 8  # of them before anything is decided,
-    SAMPLE: ClassVar[int] = 64  # with so many requests in all: accept lengths scatter by about 1.5, so the mean by 0.2
+    SCATTER: ClassVar[float] = 1.5  # about, of accept lengths;
+    SAMPLE: ClassVar[int] = 64  # with so many requests in all: the mean scatters by 0.2
+    SURE: ClassVar[float] = 2.0  # so many times what the mean scatters by below break-even: fewer requests will do
     MARGIN: ClassVar[float] = 0.03  # of the break-even, both ways
-    FIRST_TRIAL: ClassVar[int] = 2048  # verifications: at batch 1 a trial takes 64, so 3 % of what a draft costs
+    FIRST_TRIAL: ClassVar[int] = 2048  # verifications: at batch 1 a trial takes 64 at most, so 3 % of a draft's cost
     LAST_TRIAL: ClassVar[int] = 32768
 
     steps: int
@@ -125,6 +128,14 @@ class Pausing:
             return None
         return sum(tokens for tokens, _ in self.window) / requests
 
+    def far_below(self, least: float) -> float | None:
+        """The mean of fewer than are enough, if the true one is below `least` for all that they scatter."""
+        requests = sum(requests for _, requests in self.window)
+        if len(self.window) < self.ENOUGH or not requests:
+            return None
+        length = sum(tokens for tokens, _ in self.window) / requests
+        return length if length + self.SURE * self.SCATTER / math.sqrt(requests) < least else None
+
     def next(self, batch: int) -> int:
         """All steps or none."""
         least = self.table.at(batch)
@@ -135,7 +146,7 @@ class Pausing:
                 self.window.clear()  # what is known is old
             self.paused = not pays and self._waited < self._until_trial
         else:
-            length = self.accept_length()
+            length = self.accept_length() or self.far_below(least)
             if length is not None and length < least * (1 - self.MARGIN):
                 self._pause(length, least, batch)
             elif length is not None and length >= least:

@@ -1,8 +1,8 @@
 """Verification at several widths: an attention backend and CUDA graphs of the target for each number of steps.
 
-The host's EAGLE worker keeps such states for its adaptive steps; 0 steps verify a request's root alone, which is a
-plain decode (root_decode.py). They are made here with the host's own classes, beside the state that the host itself has
-captured.
+The host's EAGLE worker keeps such states for its adaptive steps. With 0 steps there is nothing to verify: that state
+is the host's plain decode (plain_decode.py). They are made here with the host's own classes, beside the state that the
+host itself has captured.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from eaglex.hosts.sglang import compat
-from eaglex.hosts.sglang.root_decode import decode_roots
+from eaglex.hosts.sglang.plain_decode import decode_graphs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class VerifyState:
-    """What the target verifies `nodes` nodes per request with, root included; no graphs: kernel by kernel."""
+    """What the target runs `nodes` nodes per request with, root included; no graphs: kernel by kernel."""
 
     steps: int
     nodes: int
@@ -53,9 +53,10 @@ class VerifyStates:
         workspace = runner.init_new_workspace
         try:
             attn_backend = runner._get_attention_backend(init_new_workspace=True)
-            decodes = nodes == 1 and decode_roots(attn_backend)
             graph_runner = None
-            if graphs:
+            if graphs and nodes == 1:
+                graph_runner = decode_graphs(runner, attn_backend)
+            elif graphs:
                 graph_runner = runner._decode_cuda_graph_runner_cls()(
                     runner,
                     attn_backend=attn_backend,
@@ -72,9 +73,7 @@ class VerifyStates:
         self._states[steps] = VerifyState(steps, nodes, attn_backend, graph_runner)
         if nodes == 1:
             logger.info(
-                "EAGLEX: a root alone is verified with %s's kernels for %s.",
-                type(attn_backend).__name__,
-                "decoding" if decodes else "verification",
+                "EAGLEX: without drafts the target decodes as without speculation (%s).", type(attn_backend).__name__
             )
         self.seconds += time.perf_counter() - started
 
