@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ class Ranks:
     """`count` processes that run body(rank), the exit code. Killed on exit, in whatever state they are."""
 
     def __init__(self, count: int, body: Callable[[int], int], folder: Path) -> None:
+        gc.collect()  # else a rank may collect what is garbage here, and wait for threads that it does not have
         self.folder, self.begun = folder, time.monotonic()
         # All are forked before the store has a thread and any rank calls it: whoever is forked while that thread holds
         # a lock finds it held for ever. They wait for the port on a pipe.

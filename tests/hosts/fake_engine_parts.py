@@ -80,6 +80,10 @@ class Batch:
     return_logprob: bool = False
     sampling_info: Any = None
 
+    @property
+    def req_pool_indices_cpu(self) -> Tensor:
+        return self.req_pool_indices.cpu()
+
 
 def sampling(*, greedy: bool = True, **changed: Any) -> Any:
     """The host's SamplingBatchInfo, in what a decode reads."""
@@ -95,10 +99,6 @@ class ForwardBatch:
         assert capture_hidden_mode is Hidden.FULL
         assert runner.model_config is not None
         return SimpleNamespace(**(vars(batch) | {"batch_size": batch.seq_lens.shape[0], "batch": batch}))
-
-    @property
-    def req_pool_indices_cpu(self) -> Tensor:
-        return self.req_pool_indices.cpu()
 
 
 class BaseSpecWorker:

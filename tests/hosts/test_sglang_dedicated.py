@@ -60,7 +60,7 @@ def between_gpus(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> I
         with started(dataclasses.replace(setting, options=chosen), seed, rank, size) as host:
             draft = host.worker._draft_worker
             assert rank > 0 or type(draft.client).__name__ == "RelayClient"
-            host.worker._stream._handle = 0  # the stand-in's number is no stream of this device
+            host.worker._stream.stream.cuda_stream = 0  # the stand-in's number is no stream of this device
             yield host
 
 
