@@ -228,6 +228,17 @@ std::unique_ptr<eaglex::Backend> make_backend(const std::string& kind, int index
   eaglex::fail(ErrorCode::kDevice, "device: expected ", kBuilt, ", got ", kind, ':', index);
 }
 
+// A cycle's tensors at other addresses, as kMove says.
+bool move_batch(eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::handle input_ids, py::handle num_valid,
+                py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc) {
+  return eaglex::bindings::move({{&batch.aux_hidden_states, aux_hidden_states},
+                                 {&batch.input_ids, input_ids},
+                                 {&batch.num_valid, num_valid},
+                                 {&batch.req_pool_indices, req_pool_indices},
+                                 {&batch.seq_lens, seq_lens},
+                                 {&batch.out_cache_loc, out_cache_loc}});
+}
+
 // clang-format off: the tables of fields below read as tables
 void bind_configs(py::module_& m) {
   using namespace eaglex;  // NOLINT(google-build-using-namespace): the names below are all of it
@@ -284,7 +295,8 @@ void bind_tensors(py::module_& m) {
       EAGLEX_TENSOR(BatchTensors, num_valid) EAGLEX_TENSOR(BatchTensors, draft_from)
       EAGLEX_TENSOR(BatchTensors, req_pool_indices) EAGLEX_TENSOR(BatchTensors, seq_lens)
       EAGLEX_TENSOR(BatchTensors, out_cache_loc)
-      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms);
+      EAGLEX_TENSOR(BatchTensors, temperatures) EAGLEX_TENSOR(BatchTensors, uniforms)
+      .def("move", move_batch, eaglex::bindings::kMove);
   py::class_<VerifyTensors>(m, "VerifyTensors").def(py::init<>())
       EAGLEX_FIELD(VerifyTensors, mask_mode) EAGLEX_TENSOR(VerifyTensors, req_pool_indices)
       EAGLEX_TENSOR(VerifyTensors, seq_lens) EAGLEX_TENSOR(VerifyTensors, bonus_tokens)
@@ -342,13 +354,10 @@ void bind_engine(py::module_& m) {
           [=](DraftEngine& self, eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::handle input_ids,
               py::handle num_valid, py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc,
               std::uintptr_t stream) {
-            const bool moved = eaglex::bindings::move({{&batch.aux_hidden_states, aux_hidden_states},
-                                                       {&batch.input_ids, input_ids},
-                                                       {&batch.num_valid, num_valid},
-                                                       {&batch.req_pool_indices, req_pool_indices},
-                                                       {&batch.seq_lens, seq_lens},
-                                                       {&batch.out_cache_loc, out_cache_loc}});
-            if (!moved) return false;
+            if (!move_batch(batch, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens,
+                            out_cache_loc)) {
+              return false;
+            }
             const py::gil_scoped_release released;
             self.run(batch, as_stream(stream));
             return true;

@@ -9,8 +9,9 @@ import torch
 from support.models import make_config, random_weights
 
 from eaglex.config import EngineLimits, MaskMode, SpeculationConfig
-from eaglex.engine import DraftBatch, DraftEngine, VerifyTensors
+from eaglex.engine import DraftBatch, DraftEngine, VerifyTensors, _extension, _fields, _fill
 from eaglex.errors import ConfigError
+from eaglex.repeated import RepeatedAsk
 
 GIVEN = ("aux_hidden_states", "input_ids", "num_valid", "req_pool_indices", "seq_lens", "out_cache_loc")
 SPECULATION = SpeculationConfig(num_steps=3, topk=1, num_draft_tokens=4)
@@ -90,6 +91,20 @@ def test_another_shape_or_type_is_turned_away(name: str) -> None:
         assert not repeated(*(given | {name: wrong}).values(), 0)
     assert sum(made.counters().values()) == 0
     assert repeated(*given.values(), 0)
+
+
+def test_a_dedicated_drafter_is_asked_with_the_same_structure() -> None:
+    """`RelayClient.repeated` without its client: the binary's own structure moves, or turns another shape away."""
+    first, second = (batch(engine().config.aux_width, seed) for seed in (0, 1))
+    asked: list[object] = []
+    filled = _fill(_extension().BatchTensors(), **_fields(first))
+    ask = RepeatedAsk(lambda *given, **lanes: not asked.append(given), filled, None)
+    given = {name: getattr(second, name) for name in GIVEN}
+    assert ask(*given.values(), slots=[1, 2], rewritten=[False, False], stream=7) is True
+    assert asked == [(filled, [1, 2], 7)]
+    wrong = given | {"seq_lens": second.seq_lens.to(torch.int16)}
+    assert ask(*wrong.values(), slots=[1, 2], rewritten=[False, False], stream=7) is None
+    assert len(asked) == 1
 
 
 def test_what_cannot_be_repeated_is_named() -> None:

@@ -69,7 +69,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._drain, after=self._draft_worker.renew)
         if kind is EngineDraft:
-            logger.info("EAGLEX: eaglex's engine drafts right after verification, on a stream of its own.")
+            logger.info("EAGLEX: eaglex's engine drafts right after verification.")
 
     @property
     def war_fastpath_runner(self) -> Fence:

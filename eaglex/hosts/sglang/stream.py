@@ -1,4 +1,4 @@
-"""The draft's stream: forked where verification ends, joined before the next forward."""
+"""Where a draft runs: forked where verification ends, joined before the next forward."""
 
 from __future__ import annotations
 
