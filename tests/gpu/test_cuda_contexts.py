@@ -21,7 +21,7 @@ LENGTHS = (8_191, 16_384, 65_537, ROOM - 20)  # around powers of two, where spli
 HEADS = {  # few, since the reference's time is that of their keys
     "gqa 2 of 64": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1},
     "gqa 2 of 128": {"head_dim": 128, "num_heads": 2, "num_kv_heads": 1},
-    "mha of 96": {"head_dim": 96, "num_heads": 1, "num_kv_heads": 1},
+    "mha of 96": {"head_dim": 96, "num_heads": 2, "num_kv_heads": 2},  # two, as o_proj's columns stream in chunks of 64
     "mha of 256": {"head_dim": 256, "num_heads": 1, "num_kv_heads": 1},
 }
 

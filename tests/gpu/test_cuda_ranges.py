@@ -59,7 +59,7 @@ def test_every_step_says_its_name() -> None:
     assert set(extend) == {"admit", "fuse", *STEP}
     rig.engine.warm_up()
     assert set(heard()) == {"admit", "fuse", *STEP}, "as graphs are captured"
-    rig.engine.run(rig.batch([Ask(0, 5)]))
+    rig.engine.run(rig.batch([Ask(0, STEPS)]))  # STEPS + 1 rows a request are what a graph holds
     assert heard() == ["cycle"], "a graph is one launch"
     out = VerifyTensors.allocate(1, STEPS + 1, MaskMode.QLEN_ONLY, "cuda")
     ids = {name: torch.tensor([value], device="cuda")
