@@ -120,6 +120,19 @@ def test_rows_that_wait_are_written_before_weights_change() -> None:
         assert host.drafted == 2
 
 
+def test_tensors_of_every_shape_are_made_before_the_first_launch() -> None:
+    """A forward would make them on its own stream, and a launch on another would not wait for them."""
+    for setting in (Setting(adaptive=(0, 1, 3)), Setting(pausing=True)):
+        with made_host(setting) as host:
+            made = set(host.worker._draft_worker.translator._row_starts)
+            assert {1, ROWS, setting.nodes} <= made
+            whole_prompts(host, 2)
+            host.worker._plan._choice.paused = setting.pausing
+            decodes(host, 12)
+            assert host.widths[0] > 1
+            assert set(host.worker._draft_worker.translator._row_starts) == made
+
+
 def counted(host: Host) -> list[int]:
     """Grows by 1 with every launch after which nothing is drafted."""
     launches: list[int] = []

@@ -110,6 +110,10 @@ class EngineDraft(DraftSide):
             num_draft_tokens=self.speculation.num_draft_tokens,
             device=self.device,
         )
+        # Of windows that are narrower, and of rows that were kept: made here, as no launch would wait for them later.
+        narrower = range(1, self.speculation.num_draft_tokens) if self.server_args.speculative_adaptive else (1,)
+        for rows in (*narrower, self.rows_kept):
+            self.translator.row_starts(rows)
         self._build()
 
     def _build(self) -> None:
