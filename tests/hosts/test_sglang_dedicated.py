@@ -88,6 +88,7 @@ def follows(host: Host) -> None:
     assert set(draft.counters().values()) == {0}
 
 
+@pytest.mark.timeout(400)  # the emulated device's waits take a core each from the engine that they wait for
 @pytest.mark.parametrize(
     "name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain, prompts in pieces", "tree"))]
 )

@@ -108,6 +108,7 @@ def test_every_rank_verifies_what_a_dedicated_drafter_has_drafted(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_devices_verify_what_a_third_has_drafted(tmp_path: Path) -> None:
     """Emulated: rows and drafts from device to device, and drafts on to the other rank's."""
     emulated.require()
