@@ -1,7 +1,8 @@
 // admit: status and new length per lane, the slot's old result voided (core/lane.h: admit_lane, rows side by side); for
 // the fast chain the rows that count, in the batch's order (live_rows.h).
 // Caller: first in every cycle.
-// Bytes: 12 to 16 per row (input id, KV slot), 60 per lane.
+// Bytes: 12 to 16 per row (input id, KV slot), 32 more per row that is listed, 60 per lane; for the list each lane reads
+// what the lanes before it hold, from L2: 64 requests take 8.1 us instead of 5.9.
 // Mapping: one CTA per lane, one thread per row, strided.
 #include "cuda/admit.h"
 

@@ -243,8 +243,8 @@ class StreamChain final : public FastChain {
   [[nodiscard]] static bool takes(const Rows& rows) { return rows.max_rows >= 1 && rows.max_rows <= kMaxTokens; }
 
   // Rows of the first part of a pass, the rest comes in parts of `most`. admit lists the rows that count side by side: of
-  // a chain of five steps half and fewer. So parts are a little larger than half where a smaller one is cheaper, and
-  // those behind the last row that counts take a microsecond.
+  // a chain of five steps half and fewer. So up to 96 rows the first part is a little larger than half, and those behind
+  // the last row that counts take a microsecond. All rows of a prompt count: it reads the matrix once more.
   [[nodiscard]] static int first_part(int rows, int most) {
     if (rows > 32 && rows <= 64) return 32;
     return rows > 64 && rows <= 96 ? 64 : most;

@@ -5,7 +5,7 @@
 // Mapping: two blocks per SM stream an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
 // strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
 // in a fixed order.
-// RMSNorm is folded in: gamma goes onto x (onto W by wgmma.cuh), the sum of squares comes from the tensor cores (x xᵀ,
+// RMSNorm is folded in: gamma goes onto x (onto W by wgmma and where scales go there), the sum of squares comes from the tensor cores (x xᵀ,
 // its diagonal), 1/rms is applied to the sums, so nobody reads x twice and no kernel stands in between.
 #pragma once
 
@@ -248,6 +248,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   constexpr bool kGammaStreams = Step::kNormed && !Weights::kKeepsX;
   extern __shared__ __align__(1024) std::byte shared[];
   if (shape.release == Release::kAtOnce) release_dependents();
+  // num_live may be read before the wait: parts behind the first follow a kernel of the cycle that has waited for admit.
   if (is_idle(shape.needed) || is_behind(shape.num_live, shape.first_live)) {
     wait_for_producers();
     return;

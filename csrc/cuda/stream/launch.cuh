@@ -11,7 +11,8 @@
 
 namespace eaglex::stream {
 
-// Every kernel of the chain executes griddepcontrol.wait, so all may be launched with the attribute. All ask for the
+// At least one block of every kernel of the chain, and each that touches anything of the cycle's, executes
+// griddepcontrol.wait, so all may be launched with the attribute. All ask for the
 // largest share of shared memory, needed or not: an SM must drain before its split changes, and kernels of two splits
 // never overlap.
 template <class... Parameters, class... Args>
