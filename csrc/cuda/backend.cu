@@ -221,8 +221,8 @@ void CudaBackend::warm_up(const std::function<void(int, int)>& body) {
 // each choice, captured and thrown away. Without that the first prompt would load its kernels while the server runs,
 // which allocates and may wait for the whole device.
 void CudaBackend::rehearse(const std::function<void(Graphs::Bucket, cudaStream_t)>& capture) {
-  // 1: what is for one token alone. 64 rows come in two parts (FastChain), so 96 are what launches one of 64. The last: all
-  // but the products that are for Hopper alone.
+  // 1: what is for one token alone. 64 rows come in two parts (FastChain), so 96 are what launches one of 64. The last:
+  // all but the products that are for Hopper alone.
   constexpr int kRows[] = {1, 8, 16, 32, 64, 96, 128, 511};
   const EngineLimits& limits = context_.limits;
   const auto cycle = [&](int rows) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from eaglex.engine import DraftResults
 from eaglex.errors import BridgeError
 from eaglex.hosts.draft_slots import DraftRows, batch_of
 from eaglex.hosts.shared_slots import Link, SharedSlots, lanes_of, results_device
+
+logger = logging.getLogger(__name__)
 
 # Seconds until a drafter that has ended is started again: this, then twice as long each time.
 FIRST_RESTART, LAST_RESTART = 1.0, 64.0
@@ -70,7 +73,10 @@ class DrafterProcess:
             self._restart_at = now + self._pause
         elif now >= self._restart_at:
             self._pause, self._restart_at = min(2 * self._pause, LAST_RESTART), 0.0
-            self._process = self._start()
+            try:
+                self._process = self._start()
+            except OSError as error:  # no memory, no process id, no file left: rests again
+                logger.warning("the drafter was not started again: %s", error)
 
     def close(self) -> None:
         """End it, at the latest after two seconds by force: it may be stopped."""

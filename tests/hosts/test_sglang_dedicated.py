@@ -23,6 +23,7 @@ import eaglex.bridge
 import eaglex.bridge_dedicated
 import eaglex.engine
 from eaglex import reference
+from eaglex.errors import DeviceError
 from eaglex.hosts import dedicated
 
 OPTIONS = {"placement": "dedicated", "drafter_deadline": 20.0}
@@ -209,6 +210,37 @@ def test_a_schedule_goes_on_when_the_drafter_is_killed_again_and_again() -> None
             assert draft.counters()["gone"] == drafters
 
 
+def test_a_device_that_fails_and_a_process_that_does_not_start_cost_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> bool:
+        raise DeviceError("the device is having a bad day")
+
+    def does_not_start(*_: Any, **__: Any) -> None:
+        raise OSError("Cannot allocate memory")
+
+    with started(Setting(overlap=False, options=OPTIONS), 4) as host:
+        draft = host.worker._draft_worker
+        alone(host, None)
+        settled(host, drafts=True)
+        before = host.drafted
+        draft.client.draft = fails
+        settled(host, drafts=True)  # by the draft of before
+        settled(host, drafts=False)
+        alone(host, None)
+        settled(host, drafts=False)
+        assert host.drafted == before + 1
+        os.kill(draft.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, draft.process.pid, os.WEXITED | os.WNOWAIT)
+        with monkeypatch.context() as patch:
+            patch.setattr("eaglex.hosts.dedicated.FIRST_RESTART", 0.0)
+            patch.setattr("subprocess.Popen", does_not_start)
+            patch.setattr(draft.process, "_pause", 0.0)
+            for _ in range(3):
+                settled(host, drafts=False)
+        assert "was not started again: Cannot allocate memory" in caplog.text
+
+
 class Tolerant:
     """In front of the host's check: a request may go without a draft, and one whose first tokens' rows the drafter may
     have missed, those of a prefix or of a prompt in pieces, may have another one than the reference's.
@@ -243,12 +275,13 @@ def test_it_charges_nothing_and_refuses_what_it_cannot_do(monkeypatch: pytest.Mo
         assert host.worker._draft_worker.kv_bytes_per_token == 0
     from eaglex.hosts.sglang import engine_arguments, options
 
-    plain = {"device": "cpu", "speculative_adaptive": False}
+    plain = {"device": "cpu", "speculative_adaptive": False, "dp_size": 1}
     refuse = engine_arguments._refuse_dedicated
     refuse(SimpleNamespace(**plain), options.Options())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     wrong: list[tuple[str, dict[str, object], str]] = [
         ("a further one", {"device": "cuda", "base_gpu_id": 0, "gpu_id_step": 1, "tp_size": 1}, "{}"),
+        (r"dp_size=2 \(needs 1\)", {"dp_size": 2}, "{}"),
         ("speculative_adaptive", {"speculative_adaptive": True}, "{}"),
         ("pausing", {}, '{"pausing": true}'),
         ("hot_vocab", {}, '{"hot_vocab": "9"}'),

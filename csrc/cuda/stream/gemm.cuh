@@ -5,8 +5,9 @@
 // Mapping: two blocks per SM stream an equal share of the weights' chunks; 8 warps multiply (64 rows: two warps per
 // strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
 // in a fixed order.
-// RMSNorm is folded in: gamma goes onto x (onto W by wgmma and where scales go there), the sum of squares comes from the tensor cores (x xᵀ,
-// its diagonal), 1/rms is applied to the sums, so nobody reads x twice and no kernel stands in between.
+// RMSNorm is folded in: gamma goes onto x (onto W by wgmma and where scales go there), the sum of squares comes from
+// the tensor cores (x xᵀ, its diagonal), 1/rms is applied to the sums, so nobody reads x twice and no kernel stands in
+// between.
 #pragma once
 
 #include <type_traits>

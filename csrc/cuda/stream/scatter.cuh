@@ -1,6 +1,7 @@
 // Sums of shared tiles where many blocks share each: every one of them sums up a slice instead of the owner all of it.
 //
-// Caller: Consumer (gemm.cuh), from 33 tokens on (config.cpp: sums_in_slices). Bytes: those of reduce.cuh, read by all blocks instead of by owners.
+// Caller: Consumer (gemm.cuh), from 33 tokens on (config.cpp: sums_in_slices). Bytes: those of reduce.cuh, read by all
+// blocks instead of by owners.
 // Mapping: a unit is 16 rows by 8 tokens; a block's warps take those of its slice. All blocks of a tile wait for one
 // another. Where only a part of the grid is resident the tiles whose blocks all are complete and leave, so of a grid no
 // more blocks than share one tile can be stuck, and the others' slots bring the missing ones in (reduce.cuh's rule).

@@ -200,15 +200,17 @@ class DedicatedDraft(DraftSide):
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Send the accepted tokens' rows; drafts of each request's last one come back, or none by the deadline."""
-        client, known = self.client, self._known
-        if isinstance(client, RelayClient):
-            drafted = self._relay_verified(client, verified, drafting, stream)
-        else:
-            batch = self.translator.after_verify(verified, drafting=drafting)
-            drafted = client.draft(batch, begins=[False] * len(known.slots), table_lens=known.rewritten)
+        drafted = self._tried(self._ask_verified, verified, drafting, stream)
         slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
         self.link.tell(slots, lens, accepted, draft=drafted, stream=stream)
         self._look_after_drafter()
+
+    def _ask_verified(self, verified: Verified, drafting: bool, stream: int) -> bool:
+        client, known = self.client, self._known
+        if isinstance(client, RelayClient):
+            return self._relay_verified(client, verified, drafting, stream)
+        batch = self.translator.after_verify(verified, drafting=drafting)
+        return client.draft(batch, begins=[False] * len(known.slots), table_lens=known.rewritten)
 
     def _relay_verified(self, client: RelayClient, verified: Verified, drafting: bool, stream: int) -> bool:
         slots, rewritten = self._known.slots, [count > 0 for count in self._known.rewritten]
@@ -226,6 +228,11 @@ class DedicatedDraft(DraftSide):
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
         """The same of prompts, with the table's rows in front of theirs."""
+        drafted = self._tried(self._ask_prefilled, prefilled, drafting, stream)
+        self.link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
+        self._look_after_drafter()
+
+    def _ask_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> bool:
         client, drafted = self.client, False
         pieces = cut(prefilled.extend_lens, max_batch=self.limits.max_batch, max_rows=self.limits.max_rows)
         batches = self.translator.after_prefill(prefilled, drafting=drafting)
@@ -237,8 +244,7 @@ class DedicatedDraft(DraftSide):
             else:
                 came = client.draft(batch, begins=begins, table_lens=batch.seq_lens.tolist())
             drafted = came or drafted
-        self.link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
-        self._look_after_drafter()
+        return drafted
 
     def _look_after_drafter(self) -> None:
         """Start it again where it has ended, and say what has become of it. No wait."""

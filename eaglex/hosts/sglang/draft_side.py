@@ -17,7 +17,7 @@ from eaglex import checkpoint
 from eaglex.bridge import HostPool
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults, current_stream
-from eaglex.errors import ConfigError
+from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.copies import Copies
 from eaglex.hosts.sglang.metrics import Metrics
@@ -68,6 +68,7 @@ class DraftSide:
         self.graph_time_usage: dict[str, float] = {}
         self.weight_load_time = 0.0
         self.metrics: Metrics | None = None
+        self._failures = 0  # of drafts, by a device
         self._link: Link | None = None  # where there are several ranks, once there are results for it
         self._buffers = VerifyPool(device)
         self._verify_input = compat.symbol("EagleVerifyInput")
@@ -162,6 +163,18 @@ class DraftSide:
 
     def begin(self, batch: Any) -> None:
         """The host forwards this batch next, and no draft waits to be enqueued any more."""
+
+    def _tried(self, run: Callable[..., bool], *arguments: Any) -> bool:
+        """What `run` says, False where a device failed: that costs drafts, not the server. The slots' old drafts are
+        for other lengths, so that nobody takes them. Where the device itself is at its end, the target finds that too.
+        """
+        try:
+            return run(*arguments)
+        except DeviceError as error:
+            self._failures += 1
+            if self._failures & (self._failures - 1) == 0:
+                logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
+            return False
 
     def _connect(self, results: DraftResults) -> None:
         """This rank's end of the bridge, over these results. Raises BridgeError on every rank alike."""

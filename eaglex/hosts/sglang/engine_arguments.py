@@ -59,6 +59,11 @@ def refuse(server_args: Any, options: Options) -> None:
 
 def _refuse_dedicated(server_args: Any, options: Options) -> None:
     placement = f"{VARIABLE} placement='dedicated'"
+    if server_args.dp_size != 1:
+        raise ValueError(
+            f"EAGLEX does not support dp_size={server_args.dp_size} (needs 1) with {placement}: replicas would put "
+            "their drafters on one another's GPUs."
+        )
     drafter_device_of(server_args, options)
     found = {
         "pausing": options.pausing,

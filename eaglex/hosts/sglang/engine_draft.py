@@ -16,7 +16,6 @@ from torch import Tensor
 
 from eaglex import checkpoint
 from eaglex.engine import DraftBatch, DraftEngine, current_stream
-from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
@@ -37,7 +36,6 @@ class EngineDraft(DraftSide):
         super().__init__(*arguments, **options)
         self._engine: DraftEngine | None = None
         self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
-        self._failures = 0
         wanted = Wanted(
             quant=engine_arguments.quant_of(self.server_args, self.options), hot_vocab=self.options.hot_vocab
         )
@@ -205,7 +203,7 @@ class EngineDraft(DraftSide):
             slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
             self._link.tell(slots, lens, accepted, draft=drafted, stream=stream)
 
-    def _after_verify(self, verified: Verified, drafting: bool, stream: int) -> None:
+    def _after_verify(self, verified: Verified, drafting: bool, stream: int) -> bool:
         key = (verified.accept_lens.shape[0], verified.hidden_states.shape[0], drafting)
         run = self._runs.get(key)
         if run is None or not run(*verified, stream):
@@ -215,6 +213,7 @@ class EngineDraft(DraftSide):
                 self._runs[key] = self.engine.repeated_run(batch)
         elif self.metrics is not None:
             self.metrics.after_launch(self.engine.results.counters)
+        return True
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
         """Extend by the prompts' tokens, then draft from each prompt that is whole."""
@@ -222,21 +221,9 @@ class EngineDraft(DraftSide):
         if drafting and self._link is not None:
             self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)
 
-    def _after_prefill(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
+    def _after_prefill(self, prefilled: Prefilled, drafting: bool, stream: int) -> bool:
         for batch in self.translator.after_prefill(prefilled, drafting=drafting):
             self._launch(batch, stream)
-
-    def _tried(self, run: Callable[..., None], *arguments: Any) -> bool:
-        """Whether it went well. A draft that fails costs drafts, not the server: the slots' old ones are for other
-        lengths, so that nobody takes them. Where the device itself is at its end, the target finds that too.
-        """
-        try:
-            run(*arguments)
-        except DeviceError as error:
-            self._failures += 1
-            if self._failures & (self._failures - 1) == 0:
-                logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
-            return False
         return True
 
     def _launch(self, batch: DraftBatch, stream: int) -> None:

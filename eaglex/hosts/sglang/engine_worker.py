@@ -64,7 +64,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._aux_width = self._draft_worker.config.aux_width
         self._draft_input, self._run_verify = compat.symbol("EagleDraftInput"), compat.symbol("run_eagle_verify")
         manager = compat.symbol("SchedulerWeightUpdaterManager")
-        hooks.around(manager, "release_memory_occupation", before=self._stream.drain)
+        hooks.around(manager, "release_memory_occupation", before=self._drain)
         hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
             hooks.around(manager, name, before=self._drain, after=self._draft_worker.renew)
