@@ -92,7 +92,7 @@ def given(**changed: Any) -> SimpleNamespace:
         "speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6,
         "quantization": None, "speculative_draft_model_quantization": None,
         "chunked_prefill_size": 8192, "speculative_adaptive": False, "speculative_algorithm": "EAGLEX",
-        "tp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1,
+        "tp_size": 1, "dp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1,
     }  # fmt: skip
     return SimpleNamespace(**(values | changed))
 
