@@ -310,7 +310,7 @@ void bind_tensors(py::module_& m) {
 
 void bind_engine(py::module_& m) {
   using eaglex::DraftEngine;
-  const auto as_stream = [](std::uintptr_t stream) { return reinterpret_cast<eaglex::Stream>(stream); };  // NOLINT
+  using eaglex::bindings::as_stream;
   py::class_<DraftEngine>(m, "DraftEngine")
       .def(py::init([](const std::string& device, int index, const eaglex::DraftConfig& config,
                        const eaglex::SpeculationConfig& speculation, const eaglex::EngineLimits& limits,
@@ -333,27 +333,27 @@ void bind_engine(py::module_& m) {
       .def("warm_up", &DraftEngine::warm_up, py::call_guard<py::gil_scoped_release>())
       .def(
           "enqueue",
-          [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
+          [](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
             self.enqueue(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
       .def(
           "run",
-          [=](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
+          [](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {
             self.run(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
       .def(
           "tree",
-          [=](DraftEngine& self, const eaglex::VerifyTensors& batch, std::uintptr_t stream) {
+          [](DraftEngine& self, const eaglex::VerifyTensors& batch, std::uintptr_t stream) {
             self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
       .def(
           "run_again",
-          [=](DraftEngine& self, eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::handle input_ids,
-              py::handle num_valid, py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc,
-              std::uintptr_t stream) {
+          [](DraftEngine& self, eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::handle input_ids,
+             py::handle num_valid, py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc,
+             std::uintptr_t stream) {
             if (!move_batch(batch, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens,
                             out_cache_loc)) {
               return false;
@@ -371,7 +371,7 @@ void bind_engine(py::module_& m) {
           },
           py::arg("matrix"))
       .def(
-          "mark", [=](DraftEngine& self, std::uintptr_t stream) { return self.mark(as_stream(stream)); },
+          "mark", [](DraftEngine& self, std::uintptr_t stream) { return self.mark(as_stream(stream)); },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def("reached", &DraftEngine::reached)
       .def_property_readonly("backend_name", &DraftEngine::backend_name)

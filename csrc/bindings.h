@@ -14,6 +14,11 @@
 
 namespace eaglex::bindings {
 
+// A cudaStream_t as Python has it.
+inline Stream as_stream(std::uintptr_t stream) {
+  return reinterpret_cast<Stream>(stream);  // NOLINT(performance-no-int-to-ptr)
+}
+
 // What `field` was given as a borrowed tensor, or an error that names it.
 [[nodiscard]] TensorView borrow(pybind11::handle value, const std::string& field);
 [[nodiscard]] std::string show(const TensorView& view);
@@ -38,7 +43,7 @@ bool tree_again(Trees& self, VerifyTensors& batch, pybind11::handle req_pool_ind
       {{&batch.req_pool_indices, req_pool_indices}, {&batch.seq_lens, seq_lens}, {&batch.bonus_tokens, bonus_tokens}});
   if (!moved) return false;
   const pybind11::gil_scoped_release released;
-  self.tree(batch, reinterpret_cast<Stream>(stream));  // NOLINT
+  self.tree(batch, as_stream(stream));
   return true;
 }
 

@@ -62,11 +62,6 @@ std::optional<bool> drafted(std::optional<Verdict> verdict) {
   return verdict ? std::optional(*verdict == Verdict::kDraft) : std::nullopt;
 }
 
-// Where a device reads lanes and results, so does the launch: at once or later.
-Stream stream_of(std::uintptr_t stream) {
-  return reinterpret_cast<Stream>(stream);  // NOLINT(performance-no-int-to-ptr)
-}
-
 // The rows as the engine takes them, in memory of `device`.
 BatchTensors batch_of(const RowsView& rows, Device device) {
   BatchTensors batch;
@@ -215,14 +210,14 @@ void bind_ranks(py::module_& m) {
           "enqueue_push",
           [](Bridge& self, const FollowerTensors& results, const LaneTensors& lanes, bool draft,
              std::uintptr_t stream) {
-            self.push(lanes.check(results.num_nodes.device), results.results(), verdict_of(draft), stream_of(stream));
+            self.push(lanes.check(results.num_nodes.device), results.results(), verdict_of(draft), as_stream(stream));
           },
           py::arg("results"), py::arg("lanes"), py::kw_only(), py::arg("draft"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "enqueue_receive",
           [](Bridge& self, const FollowerTensors& results, const LaneTensors& lanes, std::uintptr_t stream) {
-            self.receive(lanes.check(results.num_nodes.device), results.results(), stream_of(stream));
+            self.receive(lanes.check(results.num_nodes.device), results.results(), as_stream(stream));
           },
           py::arg("results"), py::arg("lanes"), py::kw_only(), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
@@ -252,12 +247,12 @@ void bind_ranks(py::module_& m) {
       .def(
           "tree",
           [](DraftFollower& self, const VerifyTensors& batch, std::uintptr_t stream) {
-            self.tree(batch, stream_of(stream));
+            self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def("tree_again", tree_again<DraftFollower>, kAgain)
       .def(
-          "mark", [](DraftFollower& self, std::uintptr_t stream) { return self.mark(stream_of(stream)); },
+          "mark", [](DraftFollower& self, std::uintptr_t stream) { return self.mark(as_stream(stream)); },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def("reached", &DraftFollower::reached);
 }
@@ -360,7 +355,7 @@ void bind_relay(py::module_& m) {
              const std::vector<std::uint8_t>& rewritten, std::uintptr_t stream) {
             const DraftBatch block = self.check(batch, results.num_nodes.device);
             const KnownLanes lanes = {slots, seq_lens, new_lens, begins, rewritten};
-            return self.client->draft(block, lanes, results.results(), stream_of(stream)) == Verdict::kDraft;
+            return self.client->draft(block, lanes, results.results(), as_stream(stream)) == Verdict::kDraft;
           },
           py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("slots"), py::arg("seq_lens"),
           py::arg("new_lens"), py::arg("begins") = std::vector<std::uint8_t>{},
@@ -378,7 +373,7 @@ void bind_relay(py::module_& m) {
           "next",
           [](RelayServer& self, double wait, const FollowerTensors& results,
              std::uintptr_t stream) -> std::optional<BatchTensors> {
-            const std::optional<RowsView> rows = self.next(seconds(wait), stream_of(stream));
+            const std::optional<RowsView> rows = self.next(seconds(wait), as_stream(stream));
             return rows ? std::optional(batch_of(*rows, results.num_nodes.device)) : std::nullopt;
           },
           py::arg("wait"), py::kw_only(), py::arg("results"), py::arg("stream"),
@@ -386,7 +381,7 @@ void bind_relay(py::module_& m) {
       .def(
           "reply",
           [](RelayServer& self, const FollowerTensors& results, bool draft, std::uintptr_t stream) {
-            self.reply(results.results(), verdict_of(draft), stream_of(stream));
+            self.reply(results.results(), verdict_of(draft), as_stream(stream));
           },
           py::arg("results"), py::kw_only(), py::arg("draft"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())

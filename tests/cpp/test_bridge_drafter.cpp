@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bridge/bridge.h"
+#include "support/drafter_terms.h"
 #include "support/processes.h"
 
 using namespace eaglex::bridge;
@@ -24,16 +25,7 @@ constexpr LinkTiming kShort = {600ms, 100ms};
 constexpr int kWidth = 5;
 
 Terms terms() {
-  Terms made;
-  made.num_ranks = 1;
-  made.max_lanes = 3;
-  made.num_draft_tokens = 4;
-  made.num_steps = 3;
-  made.num_slots = 4;
-  made.vocab_size = 100000;
-  made.aux_width = kWidth;
-  made.max_rows = 8;
-  return made;
+  return drafter_terms(kWidth);
 }
 
 // One request of `rows` rows, the first `valid` of which count.

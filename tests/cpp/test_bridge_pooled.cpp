@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bridge/bridge.h"
+#include "support/drafter_terms.h"
 #include "support/processes.h"
 
 using namespace eaglex::bridge;
@@ -14,15 +15,8 @@ namespace {
 constexpr int kWidth = 4, kTable = 12, kSlots = 4;
 
 Terms terms() {
-  Terms made;
-  made.num_ranks = 1;
-  made.max_lanes = 3;
-  made.num_draft_tokens = 4;
-  made.num_steps = 3;
+  Terms made = drafter_terms(kWidth);
   made.num_slots = kSlots;
-  made.vocab_size = 100000;
-  made.aux_width = kWidth;
-  made.max_rows = 8;
   made.num_kv_slots = 50;
   made.table_width = kTable;
   return made;

@@ -17,17 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eaglex.bridge import Follower, LinkOptions
+from eaglex.bridge import LinkOptions
 from eaglex.bridge_dedicated import DrafterClient, RelayClient
 from eaglex.drafter import Job
-from eaglex.engine import DraftResults
 from eaglex.errors import BridgeError
 from eaglex.hosts import dedicated
 from eaglex.hosts.sglang import engine_arguments
-from eaglex.hosts.sglang.draft_side import DraftSide
-from eaglex.hosts.sglang.ranks import Link
+from eaglex.hosts.sglang.following import FollowingSide
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified, cut
-from eaglex.hosts.sglang.verify_input import Trees
 from eaglex.packed import DraftQuant
 from eaglex.repeated import RepeatedAsk
 
@@ -77,7 +74,7 @@ def _words(quant: DraftQuant) -> str | None:
     return ",".join(f"{name}={precision.value}" for name, precision in named.items() if precision is not None) or None
 
 
-class DedicatedDraft(DraftSide):
+class DedicatedDraft(FollowingSide):
     """Asks the drafter, with all it needs to follow the host's table, and tells the other ranks what it says."""
 
     EVERY = 64  # cycles between two looks at the drafter's counters
@@ -85,7 +82,6 @@ class DedicatedDraft(DraftSide):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._client: DrafterClient | RelayClient | None = None
-        self._follower: Follower | None = None
         self._known = Known([], [])
         self._repeated: dict[tuple[int, int, bool], RepeatedAsk] = {}  # by requests, rows and whether a draft is wanted
         self._asked = 0
@@ -98,26 +94,13 @@ class DedicatedDraft(DraftSide):
             raise RuntimeError("the drafter is asked for by alloc_memory_pool, which the host has not called yet")
         return self._client
 
-    @property
-    def trees(self) -> Trees:
-        """Of what the drafter has said."""
-        assert self._follower is not None
-        return self._follower
-
-    @property
-    def link(self) -> Link:
-        """Made with the memory pools."""
-        assert self._link is not None
-        return self._link
-
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
         """Results, this end of the bridge, and the drafter's process, which loads while the host goes on."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        self._connect(DraftResults.allocate(self.speculation, self.limits, self.device))
+        self._follow()
         bridge = self.link.bridge
-        self._follower = bridge.follower()
         self._rewritten = Rewritten(req_to_token_pool)
         self.translator = Translator(
             max_batch=self.limits.max_batch,
@@ -189,10 +172,6 @@ class DedicatedDraft(DraftSide):
                 "EAGLEX: the dedicated drafter keeps the %s of %s; tokens stay the target's, fewer may be accepted.",
                 " and ".join(self.facts.borrowed), self.server_args.model_path,
             )  # fmt: skip
-
-    def forget(self) -> None:
-        """No slot has a draft any more."""
-        self.link.bridge.results.drafted_for.fill_(-1)
 
     def counters(self) -> dict[str, int]:
         """Falls of the drafter by kind, and its returns."""

@@ -6,23 +6,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from eaglex.bridge import Follower
-from eaglex.engine import DraftResults
-from eaglex.hosts.sglang.draft_side import DraftSide
+from eaglex.hosts.sglang.following import FollowingSide
 from eaglex.hosts.sglang.options import Placement
-from eaglex.hosts.sglang.ranks import Link
 from eaglex.hosts.sglang.translate import Prefilled, Verified
-from eaglex.hosts.sglang.verify_input import Trees
 
 logger = logging.getLogger(__name__)
 
 
-class FollowerDraft(DraftSide):
+class FollowerDraft(FollowingSide):
     """No weights, no K and V, no engine: results by slot, and the bridge that fills them."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._follower: Follower | None = None
         self._share()
 
     def _share(self) -> None:
@@ -32,19 +27,6 @@ class FollowerDraft(DraftSide):
         config = self.target_worker.model_config
         self.ranks.shared(self.target_worker.model_runner.model, self.facts.borrowed, config.vocab_size, config.dtype)
 
-    @property
-    def link(self) -> Link:
-        """Made with the memory pools. Raises RuntimeError before."""
-        if self._link is None:
-            raise RuntimeError("the bridge is made by alloc_memory_pool, which the host has not called yet")
-        return self._link
-
-    @property
-    def trees(self) -> Trees:
-        """The follower, whose trees are the engine's."""
-        assert self._follower is not None
-        return self._follower
-
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
@@ -53,10 +35,8 @@ class FollowerDraft(DraftSide):
         self._follow()
 
     def _follow(self) -> None:
-        self._connect(DraftResults.allocate(self.speculation, self.limits, self.device))
-        bridge = self.link.bridge
-        self._follower = bridge.follower()
-        logger.info("EAGLEX: rank %d hears of drafts by %s.", self.ranks.rank, bridge.transport)
+        super()._follow()
+        logger.info("EAGLEX: rank %d hears of drafts by %s.", self.ranks.rank, self.link.bridge.transport)
 
     def renew(self) -> None:
         """As the rank that drafts does it: its engine, and with it the bridge, is made again."""
@@ -66,10 +46,6 @@ class FollowerDraft(DraftSide):
         self._link = self._follower = None
         self._share()
         self._follow()
-
-    def forget(self) -> None:
-        """No slot has a draft any more."""
-        self.link.bridge.results.drafted_for.fill_(-1)
 
     @property
     def rows_kept(self) -> int:
