@@ -19,8 +19,9 @@ Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each ot
 "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
 them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
 engine finds free for its weights and pool, ROUNDS (3) at most, no other one begun that would not end within
-ROUND_SECONDS of the first one's begin, SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter. Exit status
-1: an engine is missing.
+ROUND_SECONDS of the first one's begin, FIRST_TOKENS (9) times to first token of each length in a round, SECONDS for
+all of it (300), EAGLEX_OPTIONS beside the drafter. The report is written after each engine's round, so what was
+measured is there however a run ends. Exit status 1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -170,6 +171,16 @@ def run(out: Path) -> int:
     def say(what: str) -> None:
         print(f"{time.monotonic() - begun:6.1f} s  {what}", flush=True)
 
+    def report() -> dict[str, Any]:
+        rows = []
+        for name, taken in rounds.items():
+            if taken:
+                ready = json.loads(processes[name].result.with_suffix(".ready").read_text())
+                rows += rows_of(name, taken, ready["startup_s"], described["commit"])
+        found = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": rows}
+        write(out / "serve.json", found)
+        return found
+
     try:
         for process in processes.values():
             process.start(__file__)
@@ -196,17 +207,11 @@ def run(out: Path) -> int:
                 if process.has(done):
                     rounds[name].append(json.loads(process.result.with_suffix(done).read_text()))
                     say(f"{name} round {number}: {json.dumps(rounds[name][-1])}")
+                    report()
+        print("\n".join(table(report())), flush=True)
     finally:
         for process in processes.values():
             process.kill()
-    rows = []
-    for name, taken in rounds.items():
-        if taken:
-            ready = json.loads(processes[name].result.with_suffix(".ready").read_text())
-            rows += rows_of(name, taken, ready["startup_s"], described["commit"])
-    report = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": rows}
-    write(out / "serve.json", report)
-    print("\n".join(table(report)), flush=True)
     return 0 if all(rounds.values()) else 1
 
 
