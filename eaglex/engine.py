@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,9 +192,7 @@ class DraftEngine:
             "tensors": tensors,
         }
         binary.DraftEngine.check_inputs(**inputs)
-        self.results = DraftResults.allocate(
-            speculation, limits, self.device, draft_vocab_size=config.draft_vocab_size
-        )
+        self.results = DraftResults.allocate(speculation, limits, self.device, draft_vocab_size=config.draft_vocab_size)
         _fill(tensors, **_fields(self.results))
         self._engine = binary.DraftEngine(**inputs)
         self._binary = binary
@@ -330,6 +329,13 @@ def current_stream(device: torch.device) -> int:
     if _raw_stream is not None and device.index is not None:
         return _raw_stream(device.index)
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def current_stream_of(device: torch.device) -> Callable[[], int]:
+    """`current_stream(device)` as one call of a C function where torch has one."""
+    if device.type != "cuda" or _raw_stream is None or device.index is None:
+        return functools.partial(current_stream, device)
+    return functools.partial(_raw_stream, device.index)
 
 
 def _extension() -> Any:

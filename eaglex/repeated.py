@@ -8,6 +8,7 @@ told apart.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ Again = Callable[..., bool]  # the binary's structure, the tensors that move, th
 class RepeatedRun:
     """`DraftEngine.run` for batches of one shape, whose row_start and draft_from stay the first one's.
 
-    Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run.
+    Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run. `again` is the call as
+    one C function, for who counts Python's frames; it takes the same arguments, by place, while this object lives.
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
-        self._again, self._filled, self._constant = again, filled, constant
+        self.again: Again = functools.partial(again, filled)
+        self._constant = constant
 
     def __call__(
         self,
@@ -36,9 +39,7 @@ class RepeatedRun:
         stream: int,
     ) -> bool:
         """One cycle, as `DraftEngine.run`; False, with nothing done, where these are not of the first batch's shape."""
-        return self._again(
-            self._filled, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc, stream
-        )
+        return self.again(aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc, stream)
 
 
 class RepeatedAsk:
@@ -82,12 +83,13 @@ class RepeatedLanes:
 class RepeatedTree:
     """`tree` into one set of the verifier's tensors.
 
-    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run.
+    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run; `again` as in RepeatedRun.
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
-        self._again, self._filled, self._constant = again, filled, constant
+        self.again: Again = functools.partial(again, filled)
+        self._constant = constant
 
     def __call__(self, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> bool:
         """As `DraftEngine.tree`; False, with nothing done, where these are not of the first call's shape."""
-        return self._again(self._filled, req_pool_indices, seq_lens, bonus_tokens, stream)
+        return self.again(req_pool_indices, seq_lens, bonus_tokens, stream)

@@ -161,6 +161,7 @@ class DedicatedDraft(FollowingSide):
 
     def begin(self, batch: Any) -> None:
         """Remember what the host knows of this batch until its draft is enqueued."""
+        super().begin(batch)
         slots = batch.req_pool_indices_cpu.tolist()
         self._known = Known(slots, self._rewritten.take(slots))
 
