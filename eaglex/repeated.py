@@ -83,7 +83,7 @@ class RepeatedLanes:
 class RepeatedTree:
     """`tree` into one set of the verifier's tensors.
 
-    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run; `again` as in RepeatedRun.
+    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run. `again`: see RepeatedRun.
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:

@@ -206,7 +206,10 @@ class DraftSide:
         """
         seq_lens = batch.seq_lens
         buffers = self._buffers.take(
-            self._runner.attn_backend, seq_lens.shape[0], self.speculative_num_draft_tokens, batch.seq_lens_sum
+            self._runner.attn_backend,
+            requests=seq_lens.shape[0],
+            nodes=self.speculative_num_draft_tokens,
+            seq_lens_sum=batch.seq_lens_sum,
         )
         given = (batch.req_pool_indices, seq_lens, batch.spec_info.bonus_tokens, self._stream_now())
         if not buffers.again(*given):

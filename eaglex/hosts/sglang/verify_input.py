@@ -93,7 +93,7 @@ class VerifyPool:
         self.device = device
         self._made: dict[tuple[int, int], tuple[VerifyBuffers, VerifyBuffers]] = {}
 
-    def take(self, backend: Any, requests: int, nodes: int, seq_lens_sum: int | None) -> VerifyBuffers:
+    def take(self, backend: Any, *, requests: int, nodes: int, seq_lens_sum: int | None) -> VerifyBuffers:
         """Buffers for B requests of N nodes, the mask where the host's attention backend wants it, as its own
         `build_eagle_verify_input` decides it. Where that has no place for it they are new: their size changes always.
         """
