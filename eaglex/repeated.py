@@ -83,7 +83,7 @@ class RepeatedLanes:
 class RepeatedTree:
     """`tree` into one set of the verifier's tensors.
 
-    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run. `again`: see RepeatedRun.
+    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run. Its `again`: as above.
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
