@@ -13,7 +13,8 @@ spins, and ten of them made the one at work up to 1.6 times slower on 16 cores.
 More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
 `none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `dedicated`, eaglex with its draft on a further GPU;
 `eagle3-fp8`, SGLang's own draft quantised by SGLang;
-`socket`, SGLang's own draft run by eaglex's first worker.
+`socket`, SGLang's own draft run by eaglex's first worker; `before`, the eaglex of another checkout, whose folder is the
+variable BEFORE, to compare two commits in one run.
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
 "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
@@ -53,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
     "int4": {"drafter": "engine", "draft_quant": "int4"},
     "dedicated": {"drafter": "engine", "placement": "dedicated"},
     "socket": {"drafter": "host"},
+    "before": {"drafter": "engine"},
 }
 ENGINES = ("eagle3", "eagle3-fp8", "none", *OWN)
 ACCEPTED = {"pausing": "1"}  # "3" elsewhere
@@ -77,6 +79,9 @@ def process_of(name: str, out: Path, number: int) -> Process:
     if name in OWN:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
+    if name == "before":
+        environment["PYTHONPATH"] = f"{os.environ.get('BEFORE', '')}:{os.environ.get('PYTHONPATH', '')}"
+        environment["SERVE_PROBE_ENGINE"] = "eaglex"
     first = int(os.environ.get("GPU", "0"))
     devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")) + (name == "dedicated"))))
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
