@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Results of serve_bench.py in the repository: put a run into bench/results, and its tables into a page.
 
-    serve_results.py add RESULT.json WHAT SERVE.json ...   # the run's sets in this order; the run before becomes earlier
+    serve_results.py add RESULT.json WHAT SERVE.json ...   # the sets of a run, in this order; the last run is kept
     serve_results.py docs PAGE.md RESULT.json              # the page's tables of that file, between its two marks
     serve_results.py table RESULT.json
 
