@@ -400,7 +400,7 @@ class Follower:
         """As `DraftEngine.repeated_tree`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         bridge = self._bridge
-        return repeated_tree_of(bridge._binary, bridge._follower.tree_again, out, ids)
+        return repeated_tree_of(bridge._binary, bridge._follower, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -8,13 +8,12 @@ told apart.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-Again = Callable[..., bool]  # the binary's structure, the tensors that move, the stream
+Again = Callable[..., bool]  # of the tensors that move and the stream
 
 
 class RepeatedRun:
@@ -25,8 +24,7 @@ class RepeatedRun:
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
-        self.again: Again = functools.partial(again, filled)
-        self._constant = constant
+        self.again, self.filled, self._constant = again, filled, constant
 
     def __call__(
         self,
@@ -87,8 +85,7 @@ class RepeatedTree:
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
-        self.again: Again = functools.partial(again, filled)
-        self._constant = constant
+        self.again, self.filled, self._constant = again, filled, constant
 
     def __call__(self, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> bool:
         """As `DraftEngine.tree`; False, with nothing done, where these are not of the first call's shape."""

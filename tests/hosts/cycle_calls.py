@@ -136,8 +136,8 @@ def quiet(side: Any) -> None:
         counted["launch"] += 1
         return True
 
-    for drafting, again in side._last.items():
-        side._last[drafting] = functools.partial(run, again.args[0]) if hasattr(again, "args") else again
+    repeated = next(iter(side._runs.values()))
+    side._last[True] = functools.partial(run, repeated.filled)
     for pair in side._buffers._made.values():
         for buffers in pair:
             buffers.again = tree
