@@ -127,8 +127,9 @@ def test_the_function_of_a_repeated_call_says_what_it_takes_and_keeps_its_engine
     with pytest.raises(OverflowError):
         run.again(*given, -1)
     assert not run.again(*given[:-1], None, 0)
-    results = made.results
+    results, bound = made.results, made._bound  # the tensors are Python's to keep
     results.drafted_for.fill_(-1)
     del made
     assert run.again(*given, 0)
     assert int((results.drafted_for >= 0).sum()) == 2
+    assert bound
