@@ -36,8 +36,8 @@ def test_a_run_takes_the_place_of_the_one_before() -> None:
 
 
 def test_sets_of_two_commits_are_not_one_run() -> None:
-    with pytest.raises(ValueError, match=r"commit: expected 'abc' in every set, got 'abd'"):
-        serve_results.added({}, "", [a_set([]), a_set([], commit="abd")])
+    with pytest.raises(ValueError, match=r"commit: expected 'abc' in every set, got 'xyz'"):
+        serve_results.added({}, "", [a_set([]), a_set([], commit="xyz")])
 
 
 def test_a_table_has_ratios_to_eagle3_of_the_same_set() -> None:
