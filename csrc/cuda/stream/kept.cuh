@@ -111,7 +111,7 @@ struct KeptMultiplier : PairedMultiplier<Weights, 1, kNormed> {
     float eights[4] = {};  // of columns that nobody reads as well
     if constexpr (kGrouped) {
       eights[0] = eights[1] = *sums_at;
-      eights[2] = eights[3] = eights[0] * 16;  // rows g + 8: words.h
+      eights[2] = eights[3] = eights[0] * (kInt4JointEights / kInt4BareEights);
     }
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
@@ -126,7 +126,7 @@ struct KeptMultiplier : PairedMultiplier<Weights, 1, kNormed> {
         mma_bf16(own, a[1][0], x[1].x, x[1].y);
         mma_bf16(own, a[1][1], x[1].z, x[1].w);
         sum[0] = fmaf(scale.x, own[0], sum[0]), sum[1] = fmaf(scale.x, own[1], sum[1]);
-        sum[2] = fmaf(scale.y, own[2], sum[2]), sum[3] = fmaf(scale.y, own[3], sum[3]);
+        sum[2] = fmaf(scale.y, own[2] - own[0], sum[2]), sum[3] = fmaf(scale.y, own[3] - own[1], sum[3]);
       } else {
         mma_bf16(sum, a[0][0], x[0].x, x[0].y);
         mma_bf16(sum, a[0][1], x[0].z, x[0].w);
