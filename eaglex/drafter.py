@@ -44,7 +44,8 @@ class Job:
     max_batch: int
     max_rows: int
     max_length: int
-    revision: str | None = None
+    revision: str | None = None  # of the draft on the Hub
+    target_revision: str | None = None
     draft_quant: str | None = None  # as of --draft-quant
     stop_below: float = 0.0
     num_slots: int = 0  # of a host's pool, on the invitation's terms; 0: max_batch and the padding's
@@ -81,6 +82,7 @@ def serve(job: Job) -> None:
         max_positions=job.max_length if shared.num_kv_slots else None,
         dtype=getattr(torch, job.dtype),
         revision=job.revision,
+        target_revision=job.target_revision,
     )
     weights = loaded.weights
     if job.draft_quant is not None:
