@@ -111,7 +111,7 @@ class DedicatedDraft(FollowingSide):
         kind = DrafterClient if bridge.transport == "shm" else RelayClient
         options = LinkOptions(deadline=self.options.drafter_deadline)
         self._client = kind(bridge, self.config, options, req_to_token_pool.req_to_token)
-        self.process = dedicated.DrafterProcess(dedicated.command_of(self._job().to_json()))
+        self.process = dedicated.DrafterProcess(dedicated.COMMAND, self._job().to_json())
         weakref.finalize(self, self.process.close)
 
     @property
