@@ -1,6 +1,6 @@
 """The dedicated drafter: a process of its own that has the draft, and drafts for rank 0 over a bridge.
 
-`python -m eaglex.drafter PARENT` is started by rank 0 (eaglex/hosts/dedicated.py), whose process id PARENT is, reads the
+`python -m eaglex.drafter PARENT` is started by rank 0 (eaglex/hosts/dedicated.py), of process id PARENT, reads the
 JSON of a `Job` from its stdin, and ends when rank 0 does. Whatever becomes of it, rank 0 goes on without drafts.
 """
 
