@@ -124,6 +124,7 @@ def test_prompts_run_on_what_the_host_has_captured_for_them_while_drafting_pause
         decodes(host, 1)
         assert seen[0] == (False, True, host.setting.nodes)
         assert seen[-1] == (True, False, 1), "and a decode on its own again"
+        assert runner.attn_backend is not own
 
 
 def test_rows_that_wait_are_written_before_weights_change() -> None:

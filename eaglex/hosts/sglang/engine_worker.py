@@ -127,10 +127,9 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         return result
 
     def _prefill(self, batch: Any) -> tuple[Any, Callable[[int], None], Any]:
-        if self._roots is not None:  # on what the host has captured for prompts, also while fewer steps are verified
-            self._roots.states.activate(self.server_args.speculative_num_steps)
         mode = compat.symbol("CaptureHiddenMode").FULL
-        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
+        with contextlib.nullcontext() if self._roots is None else self._roots.states.as_captured():
+            result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = self._relayed(result.next_token_ids)
         prefilled = Prefilled(
@@ -213,8 +212,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def _next_steps(self, states: VerifyStates, batch: Any) -> int:
         """Steps that are verified from now on; the scheduler and its metrics read them here."""
         steps = self._plan.verification(batch.seq_lens.shape[0])
-        state = states.activate(steps)
         if steps != self.speculative_num_steps:
+            state = states.activate(steps)
             for owner in (self, self._draft_worker):
                 owner.speculative_num_steps, owner.speculative_num_draft_tokens = state.steps, state.nodes
         return steps
