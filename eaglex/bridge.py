@@ -155,6 +155,7 @@ class Invitation:
 class LinkOptions:
     """Seconds that rank 0 waits for a dedicated drafter's reply, and for which one that fell is left alone.
 
+    One that falls again without a good reply in between rests twice as long each time, up to 64 s.
     `device` (cpu, cuda:N) is where it drafts; None leaves that to the host.
     """
 
@@ -205,7 +206,7 @@ class Bridge:
         binary = _extension()
         self.rank, self.num_ranks = members.rank, members.num_ranks
         self.speculation, self.limits, self.vocab_size, self.results = speculation, limits, vocab_size, results
-        self.device = results.num_nodes.device
+        self.device, self.deadline = results.num_nodes.device, deadline
         self._tensors = _follower_tensors(binary, results)
         self._limits = _fill(binary.EngineLimits(), **_fields(limits))
         self._tensors.check(

@@ -110,8 +110,7 @@ def drafter_device_of(server_args: Any, options: Options) -> str:
     """
     if server_args.device == "cpu":
         return "cpu"
-    first, step = server_args.base_gpu_id, server_args.gpu_id_step
-    taken = {first + step * rank for rank in range(server_args.tp_size)}
+    taken = _gpus_of_ranks(server_args)
     count = torch.cuda.device_count()
     if options.drafter_device is None:
         free = [index for index in range(count) if index not in taken]
@@ -126,6 +125,17 @@ def drafter_device_of(server_args: Any, options: Options) -> str:
             f"EAGLEX cannot draft with {VARIABLE} drafter_device={options.drafter_device!r}: {count} GPUs are visible."
         )
     return options.drafter_device
+
+
+def _gpus_of_ranks(server_args: Any) -> list[int]:
+    first, step = server_args.base_gpu_id, server_args.gpu_id_step
+    return [first + step * rank for rank in range(server_args.tp_size)]
+
+
+def rank_on(server_args: Any, device: str) -> int | None:
+    """The target's rank that has this device, cuda:N, to itself otherwise; None where there is none."""
+    taken = [] if server_args.device == "cpu" else [f"cuda:{index}" for index in _gpus_of_ranks(server_args)]
+    return taken.index(device) if device in taken else None
 
 
 def _admit_adaptive() -> None:
