@@ -61,6 +61,7 @@ def verify_input(package: str) -> dict[str, Any]:
     draft.speculative_num_steps, draft.speculative_num_draft_tokens, draft._buffers = 3, 6, VerifyPool(draft.device)
     draft._stream_now = lambda: 0
     draft._verify_input = compat.symbol("EagleVerifyInput")
+    draft._alone = None
     draft._engine = SimpleNamespace(  # type: ignore[assignment]
         tree=lambda tensors, **kw: given.append(tensors),
         repeated_tree=lambda tensors, **kw: RepeatedTree(lambda *_: False, None, None),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eaglex import checkpoint
-from eaglex.bridge import HostPool
+from eaglex.bridge import Follower, HostPool
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults, current_stream_of
 from eaglex.errors import ConfigError, DeviceError
@@ -69,6 +69,8 @@ class DraftSide:
         self.weight_load_time = 0.0
         self.metrics: Metrics | None = None
         self._failures = 0  # of drafts, by a device
+        self.stale = False  # the target's weights have changed since the last forward
+        self._alone: Follower | None = None  # this rank goes on without drafts
         self._link: Link | None = None  # where there are several ranks, once there are results for it
         self._buffers = VerifyPool(device)
         self._stream_now = current_stream_of(device)
@@ -85,6 +87,7 @@ class DraftSide:
             convention=options.convention,
             max_positions=model_config.context_len,
             revision=server_args.speculative_draft_model_revision,
+            target_revision=server_args.revision,
         )
         self.config, aux = self.facts.config, self.facts.aux
         self.speculation.check(self.config)
@@ -151,8 +154,47 @@ class DraftSide:
     def init_cuda_graphs(self) -> None:
         """The last step of a start."""
 
+    def outdated(self) -> None:
+        """The target's weights have changed, and with them what the draft shares."""
+        self.stale = True
+
     def renew(self) -> None:
-        """The target's weights have changed, and those that the draft shares with it."""
+        """To be called before a forward: renew what the draft shares with the target, once for all updates since the
+        last one, which come in dozens of pieces. All ranks do it before the same forward.
+        """
+        if self.stale:
+            self.check()
+            self.stale = False
+            self._renew()
+
+    def _renew(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def _renewed_in_place(self) -> bool:
+        """Whether the embedding, which the engine reads as it is, is all that the draft shares: the same on all ranks.
+        A head lies in the engine in an order of its own, maybe with fewer bits and rows: then it is made again.
+        """
+        return self.facts.borrowed == ("embed_tokens",)
+
+    def _agreed(self, failure: Exception | None) -> bool:
+        """Whether the rank that drafts has an engine again; all ranks ask. Without one they all go on without drafts,
+        until the next update.
+        """
+        self._alone = None
+        if self.ranks.told(failure is None):
+            return True
+        if failure is not None:
+            logger.error(
+                "EAGLEX: after an update of weights the engine could not be made again; requests go on without drafts "
+                "until the next update: %s",
+                failure,
+            )
+        results = DraftResults.allocate(self.speculation, self.limits, self.device)
+        self._alone = Follower.alone(
+            self.speculation, limits=self.limits, vocab_size=self.config.vocab_size, results=results
+        )
+        return False
 
     def forget(self) -> None:
         """No slot has a draft any more."""
@@ -168,6 +210,10 @@ class DraftSide:
 
         Raises BridgeError once the ranks have lost each other. No wait.
         """
+        self.check()
+
+    def check(self) -> None:
+        """Raise BridgeError once the ranks have lost each other. No wait."""
         if self._link is not None:
             self._link.bridge.check()
 

@@ -70,7 +70,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         hooks.around(manager, "release_memory_occupation", before=self._drain)
         hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
-            hooks.around(manager, name, before=self._drain, after=self._draft_worker.renew)
+            hooks.around(manager, name, before=self._drain, after=self._draft_worker.outdated)
         if kind is EngineDraft:
             logger.info("EAGLEX: eaglex's engine drafts right after verification.")
 
@@ -109,6 +109,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         `on_publish(new_seq_lens)` is called where the lengths are known; it is None when the host schedules without
         overlap.
         """
+        if self._draft_worker.stale:
+            self._draft_worker.renew()
         current = self._forwards = self._stream.join()
         if self._begin is not None:
             self._begin(batch)
@@ -134,7 +136,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
     def _prefill(self, batch: Any) -> tuple[Any, Callable[[int], None], Any]:
         self._stream.let_go()  # of what may be large
         mode = compat.symbol("CaptureHiddenMode").FULL
-        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
+        with contextlib.nullcontext() if self._roots is None else self._roots.states.as_captured():
+            result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = self._relayed(result.next_token_ids)
         prefilled = Prefilled(
