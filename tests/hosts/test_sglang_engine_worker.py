@@ -400,3 +400,18 @@ def test_the_aux_layers_are_set_before_the_target_is_captured(running_host: Path
     assert "eagle_aux_hidden_state_layer_ids=self.spec_aux_config.eagle_aux_hidden_state_layer_ids" in ast.unparse(
         runner["init_attention_backends"]
     )
+
+
+def test_inputs_are_kept_where_the_host_has_no_event_to_ask(host: Host) -> None:
+    whole_prompts(host, 1)
+    stream, plain = host.worker._stream, host.worker.forward_batch_generation
+
+    def copied_by_another_thread(*arguments: Any, **options: Any) -> Any:
+        result = plain(*arguments, **options)
+        result.copy_to_cpu = lambda **_: setattr(result, "copy_done", object())
+        return result
+
+    host.worker.forward_batch_generation = copied_by_another_thread
+    for _ in range(3 * stream.KEPT):
+        host.decode([])
+    assert 3 <= len(stream.kept) <= stream.KEPT + 1

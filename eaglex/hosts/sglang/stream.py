@@ -100,7 +100,7 @@ class DraftStream:
         self._handle: int | None = None
         self.stream = torch.cuda.Stream(device=device, priority=-1)  # type: ignore[no-untyped-call]
         self.pending: Work | None = None
-        self.kept: deque[Work] = deque()
+        self.kept: deque[tuple[Any, Any]] = deque()  # inputs of each, and an event of the forward in front of it
         self._forwards = self._on = self.stream  # where the last forward ran or runs, and where a draft runs
         self._done: torch.cuda.Event | None = None  # of a draft beside the host's stream that it has not waited for
 
@@ -133,7 +133,8 @@ class DraftStream:
         self.pending = None
         if len(self.kept) >= self.KEPT:
             self.let_go()
-        self.kept.append(work)
+        result = work.result  # not kept: its logits are large
+        self.kept.append((work.inputs, work.ready if result is None else result.copy_done))
         if work.ready is None:
             self._on = self._forwards
             work.run(self._on.cuda_stream)
@@ -149,11 +150,11 @@ class DraftStream:
     def let_go(self) -> None:
         """Of drafts that have run: one has when the forward behind it is over, which waited for it."""
         kept = self.kept
-        if kept and _over(kept[-1]):
+        if kept and _over(kept[-1][1], 0):
             last = kept.pop()
             kept.clear()
             kept.append(last)
-        while len(kept) > 1 and _over(kept[1]):
+        while len(kept) > 1 and _over(kept[1][1], len(kept) - 1):
             kept.popleft()
 
     def join(self) -> torch.cuda.Stream:
@@ -178,12 +179,13 @@ class DraftStream:
         self.kept.clear()
 
 
-def _over(work: Work) -> bool:
-    """Whether the forward in front of this draft is over."""
-    if work.ready is not None:
-        return bool(work.ready.query())  # type: ignore[no-untyped-call]
-    # Of a result without an event: the host has seen the result of the forward before the last one by now.
-    return not _is_recorded(work.result) or bool(work.result.copy_done.query())
+def _over(event: Any, behind: int) -> bool:
+    """Whether the forward is over whose event this is, with so many behind it. Where the host makes none that can be
+    asked, its own limit counts: it forwards no more than two batches ahead of the results that it has seen.
+    """
+    if isinstance(event, torch.cuda.Event):
+        return bool(event.query())  # type: ignore[no-untyped-call]
+    return behind > 2
 
 
 def _is_recorded(result: Any) -> bool:
