@@ -1,5 +1,6 @@
 // The rescored head: an INT4 lm_head scans all ids, the best few are scored again by the checkpoint's own rows
-// (eaglex/reference.py: rescore; reference_low_bit.py: offered, with_exact_best). Which ids those are, as plain constants that the backends share.
+// (reference.py: rescore; reference_low_bit.py: offered, with_exact_best). Which ids those are, as constants that the
+// backends share.
 #pragma once
 
 #include <algorithm>
