@@ -80,12 +80,13 @@ def along_paths(config: DraftConfig, side: Side, drafted: Draft, speculation: Sp
 
 def may_be_drafted(scan: Tensor, topk: int, slack: float) -> tuple[Tensor, Tensor]:
     """Which ids [Vd] are rescored whatever rounding of up to `slack` does to the scan, and which may be."""
+    count = max(2, topk)
     padded = torch.nn.functional.pad(scan, (0, -len(scan) % RESCORE_GROUP), value=-torch.inf).view(-1, RESCORE_GROUP)
 
     def above(by: float) -> Tensor:  # how many of its group come before each id that moves by so much
         return (padded[:, None, :] > padded[:, :, None] + by).sum(-1).flatten()[: len(scan)]
 
-    group_sure, group_may = above(-slack) - 1 < topk, above(slack) < topk  # the first counts the id itself
+    group_sure, group_may = above(-slack) - 1 < count, above(slack) < count  # the first counts the id itself
     sure_values, may_values = scan[group_sure].sort().values, scan[group_may].sort().values
     before_all = len(may_values) - torch.searchsorted(may_values, scan - slack, right=True) - 1
     before_sure = len(sure_values) - torch.searchsorted(sure_values, scan + slack, right=True)

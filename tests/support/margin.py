@@ -64,14 +64,14 @@ def recorded() -> Iterator[Margin]:
         return falls_short(score, speculation)
 
     def scanned(scan: Tensor, topk: int) -> Tensor:
-        ids, size = offered(scan, topk), reference_low_bit.RESCORE_GROUP
+        ids, size, count = offered(scan, topk), reference_low_bit.RESCORE_GROUP, max(2, topk)
         padded = torch.nn.functional.pad(scan, (0, -scan.shape[1] % size), value=-math.inf)
         groups = padded.view(len(scan), -1, size).sort(-1, descending=True).values
-        least, first_out = scan.gather(1, ids).min(1).values, groups[:, :, topk]
+        least, first_out = scan.gather(1, ids).min(1).values, groups[:, :, count]
         matters = first_out >= least[:, None]
         if bool(matters.any()):
-            margin.narrow(float((groups[:, :, topk - 1] - first_out)[matters].min()))
-        offers = groups[:, :, :topk].flatten(1).sort(-1, descending=True).values
+            margin.narrow(float((groups[:, :, count - 1] - first_out)[matters].min()))
+        offers = groups[:, :, :count].flatten(1).sort(-1, descending=True).values
         if offers.shape[1] > ids.shape[1] and bool((offers[:, ids.shape[1]] > -math.inf).all()):
             margin.narrow(float((offers[:, ids.shape[1] - 1] - offers[:, ids.shape[1]]).min()))
         return ids
