@@ -17,6 +17,7 @@ from eaglex.hosts.sglang import algorithm, arguments, aux_capture, compat, draft
 from eaglex.hosts.sglang.options import Drafter, Options, Placement
 from eaglex.hot_vocab import HotVocab
 from eaglex.packed import Auto, DraftQuant, Precision
+from eaglex.quantize import quantize
 
 
 def test_no_options_run_the_engine() -> None:
@@ -284,6 +285,9 @@ def test_the_bytes_of_a_token() -> None:
     whole = sum(tensor.nbytes for _, tensor in weights.named())
     assert draft_memory.own_weight_bytes(weights, ()) == whole
     assert draft_memory.own_weight_bytes(weights, ("embed_tokens",)) == whole - weights.embed_tokens.nbytes
+    four = quantize(weights, DraftQuant.parse("head=int4"))
+    assert draft_memory.own_weight_bytes(four, ()) == whole + four.lm_head.nbytes
+    assert draft_memory.own_weight_bytes(four, ("lm_head_rows",)) == whole - weights.lm_head.nbytes + four.lm_head.nbytes
 
 
 def runner_of(**changed: Any) -> Any:
