@@ -10,7 +10,7 @@ from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import NAME, compat
 from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
-from eaglex.packed import Auto, DraftQuant, Precision
+from eaglex.packed import Auto, DraftQuant
 
 # option, allowed values, why another is refused
 REFUSED: Final = (
@@ -20,7 +20,7 @@ REFUSED: Final = (
 )
 
 
-QUANT_WORDS: Final[dict[str | None, DraftQuant | None]] = {"unquant": None, "fp8": DraftQuant.every(Precision.FP8)}
+QUANT_WORDS: Final[dict[str | None, DraftQuant | None]] = {"unquant": None, "fp8": DraftQuant.parse("fp8")}
 
 
 def refuse(server_args: Any, options: Options) -> None:
