@@ -53,6 +53,16 @@ stream::TileOrder order_of(const Linear& linear, const DraftConfig& config) {
                                  : stream::kNaturalOrder;
 }
 
+// The head may come with its rows as they were before INT4, which nobody has said yet.
+bool rescores(const FastChain::Setup& setup) {
+  const DraftConfig& config = setup.context.config;
+  return std::ranges::any_of(setup.weights, [&](const Linear& linear) {
+    const Matrix& part = linear.parts[0];
+    return linear.num_parts == 1 && part.dtype == DType::kI4 && part.shape[0] == config.draft_vocab_size &&
+           part.shape[1] == config.hidden_size;
+  });
+}
+
 stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
   const DraftConfig& config = setup.context.config;
   stream::StreamNeeds needs;
@@ -63,6 +73,7 @@ stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
   needs.max_segments = std::max(2, config.num_aux);
   needs.topk = setup.context.speculation.topk;
   needs.head_dim = config.head_dim;
+  if (rescores(setup)) needs.rescored_vocab = config.draft_vocab_size;
   return needs;
 }
 
@@ -211,7 +222,7 @@ class StreamChain final : public FastChain {
     if (context_.speculation.topk == 1) {
       pending_ = Pending{launch, blocks};
     } else {
-      stream::launch_head_merge(plan_for(params.rows), launch, blocks, nullptr, context_, batch_, to);
+      stream::launch_head_end(plan_for(params.rows), launch, blocks, nullptr, context_, batch_, to);
     }
     return true;
   }
@@ -220,8 +231,8 @@ class StreamChain final : public FastChain {
     if (!pending_) return false;
     expect(pending_->head.draft_step == params.draft_step, ErrorCode::kConfig, "select: draft_step",
            concat("that of head, ", pending_->head.draft_step), params.draft_step);
-    stream::launch_head_merge(plan_for(pending_->head.rows), pending_->head, pending_->blocks, &params, context_,
-                              batch_, to);
+    stream::launch_head_end(plan_for(pending_->head.rows), pending_->head, pending_->blocks, &params, context_, batch_,
+                            to);
     pending_.reset();
     return true;
   }

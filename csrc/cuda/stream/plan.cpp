@@ -78,6 +78,10 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.head_keys = workspace.take<std::uint64_t>(blocks * kMaxTokens * static_cast<std::size_t>(needs.topk));
   plan.head_stats = workspace.take<float2>(blocks * kMaxTokens);
+  if (needs.rescored_vocab > 0) {
+    const HeadOffers offers = head_offers(needs.rescored_vocab, needs.topk);
+    plan.head_offers = workspace.take<std::uint64_t>(kMaxTokens * static_cast<std::size_t>(offers.stride));
+  }
   plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs.head_dim));
   return plan;
 }
@@ -134,6 +138,12 @@ StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void*
   plan.reduction = wanted_reduction();
   if (under_mps()) plan.reduction = Reduction::kLastArriver;
   return plan;
+}
+
+void launch_head_end(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                     const EngineContext& context, const DraftBatch* batch, cudaStream_t stream) {
+  const auto launch = params.rescore_rows ? launch_head_rescore : launch_head_merge;
+  launch(plan, params, blocks, select, context, batch, stream);
 }
 
 TileOrder qkv_order(const DraftConfig& config) {

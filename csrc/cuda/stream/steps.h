@@ -24,6 +24,7 @@ struct StreamNeeds {
   int max_segments = 2;  // 2 for qkv, num_aux for a fuse with a norm for each layer
   int topk = 1;
   int head_dim = 128;
+  int rescored_vocab = 0;  // rows of a head whose best are scored again; 0: none is
 };
 
 [[nodiscard]] constexpr int num_counters(const StreamNeeds& needs) {
@@ -53,6 +54,7 @@ struct StreamPlan {
   const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
+  std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], with needs.rescored_vocab
   std::byte* attention_partials = nullptr;
   cuda::LiveRows live;  // where given, rows of an extend are those of the list, from first_row on
 };
@@ -89,12 +91,19 @@ void launch_attention(const StreamPlan& plan, const AttentionParams& params, con
 void launch_projection(const StreamPlan& plan, const ProjectionParams& params, cudaStream_t stream);
 void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context,
                     cudaStream_t stream);
-// Sampling::kGreedy only. What the blocks found; returns their number.
+// Sampling::kGreedy only. What the blocks found; returns their number. With HeadParams::rescore_rows it is
+// launch_head_rescore that must follow, in the place of launch_head_merge.
 [[nodiscard]] int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
                               cudaStream_t stream);
 // Puts that together: writes LaneState::top_scores and top_ids, marks lanes whose logits are not finite. With `select`,
 // which a chain (topk 1) may give, select_lane as well; null: select follows.
 void launch_head_merge(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
                        const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
+// The same where the best of what was found are first scored again by HeadParams::rescore_rows.
+void launch_head_rescore(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                         const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
+// One or the other.
+void launch_head_end(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                     const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
 
 }  // namespace eaglex::stream
