@@ -159,6 +159,9 @@ def test_every_part() -> None:
         packed = {name for name, weight in made.named() if isinstance(weight, PackedWeight)}
         assert packed == names == {name for name, _ in weights.named() if part_of(name) is part}
         before = dict(weights.named())
+        rows = {} if made.lm_head_rows is None else {"lm_head_rows": before["lm_head"]}
+        assert rows.keys() == ({"lm_head_rows"} if part is Part.HEAD else set())
+        before |= rows
         assert all(w is before[name] for name, w in made.named() if name not in names), "shared, not copied"
 
 

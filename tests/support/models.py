@@ -155,6 +155,7 @@ def assemble(tensors: dict[str, Weight], config: DraftConfig, d2t: Tensor | None
         layers=layers,
         norm=tensors["norm"],
         lm_head=tensors["lm_head"],
+        lm_head_rows=tensors.get("lm_head_rows"),
         d2t=d2t,
     )
 
