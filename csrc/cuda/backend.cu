@@ -127,6 +127,7 @@ void CudaBackend::bind_fast() {
   setup.weights = weights_;
   setup.batch = block_.batch;
   setup.drafting = block_.drafting;
+  setup.head_scores = head_scores();
   setup.compiled_for = compiled_for_;
   const auto counted = [this](std::size_t& count) {
     return [this, &count](std::size_t bytes) {
@@ -171,7 +172,12 @@ PlainWork CudaBackend::plain_work() const {
 
 // An INT4 head may come with its rows as they were before, which nobody has said yet.
 HeadScores CudaBackend::head_scores() const {
-  return scans_in_int4(weights_, context_.config) ? HeadScores::kMadeExact : HeadScores::kAsTheyAre;
+  const bool scans = std::ranges::any_of(weights_, [this](const Linear& linear) {
+    const Matrix& part = linear.parts[0];
+    return linear.num_parts == 1 && part.dtype == DType::kI4 && part.shape[0] == context_.config.draft_vocab_size &&
+           part.shape[1] == context_.config.hidden_size;
+  });
+  return scans ? HeadScores::kMadeExact : HeadScores::kAsTheyAre;
 }
 
 // -------------------------------------------------------------------------------------------------- block and graphs
@@ -422,8 +428,8 @@ void CudaBackend::head(const HeadParams& params) {
     product.epilogue = Epilogue::kFloat;
     product.out = buffers_.logits;
     gemm(type_, product, stream_);
-    const HeadOutput output{
-        range, params.draft_step, buffers_.logits, buffers_.ranked, type_, buffers_.x, params.rescore_rows.data};
+    const HeadOutput output{range, params.draft_step, buffers_.logits,         buffers_.ranked,
+                            type_, buffers_.x,        params.rescore_rows.data};
     launch_head_output(chain_, output, stream_);
   });
 }

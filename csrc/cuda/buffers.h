@@ -3,7 +3,7 @@
 
 #include "core/params.h"
 #include "core/workspace.h"
-#include "cuda/kernels.h"
+#include "cuda/head_scores.h"
 
 namespace eaglex::cuda {
 

@@ -53,16 +53,6 @@ stream::TileOrder order_of(const Linear& linear, const DraftConfig& config) {
                                  : stream::kNaturalOrder;
 }
 
-// The head may come with its rows as they were before INT4, which nobody has said yet.
-bool rescores(const FastChain::Setup& setup) {
-  const DraftConfig& config = setup.context.config;
-  return std::ranges::any_of(setup.weights, [&](const Linear& linear) {
-    const Matrix& part = linear.parts[0];
-    return linear.num_parts == 1 && part.dtype == DType::kI4 && part.shape[0] == config.draft_vocab_size &&
-           part.shape[1] == config.hidden_size;
-  });
-}
-
 stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
   const DraftConfig& config = setup.context.config;
   stream::StreamNeeds needs;
@@ -73,7 +63,7 @@ stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
   needs.max_segments = std::max(2, config.num_aux);
   needs.topk = setup.context.speculation.topk;
   needs.head_dim = config.head_dim;
-  if (rescores(setup)) needs.rescored_vocab = config.draft_vocab_size;
+  if (setup.head_scores == HeadScores::kMadeExact) needs.rescored_vocab = config.draft_vocab_size;
   return needs;
 }
 

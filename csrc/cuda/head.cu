@@ -122,9 +122,15 @@ constexpr Ranked kBeforeAll{INFINITY, -1};
 
 // What is drafted from where the best of a scan are made exact.
 struct Exact {
-  Ranked ranked[kMostExact];   // exact scores, in the order of the scan; nothing behind the last
+  int ids[kMostExact];  // in the order of the scan; INT32_MAX behind the last
   float scanned[kMostExact];
+  float scores[kMostExact];
 };
+
+__device__ bool is_there(const Chain& chain, const HeadOutput& p, const Exact& exact, int i) {
+  return i < candidates_of(chain.context.speculation, scores_of(p)) &&
+         exact.ids[i] < chain.context.config.draft_vocab_size;
+}
 
 // By the whole block, whose warps share the products out. A scan that is not finite stays so.
 __device__ void make_exact(const Chain& chain, const HeadOutput& p, std::int64_t local, Exact& exact, Ranked* shared) {
@@ -132,19 +138,19 @@ __device__ void make_exact(const Chain& chain, const HeadOutput& p, std::int64_t
   Ranked last = kBeforeAll;
   for (int i = 0; i < count; ++i) {
     last = next_candidate(chain, p, local, last, shared);
-    if (threadIdx.x == 0) exact.ranked[i] = last, exact.scanned[i] = last.value;
+    if (threadIdx.x == 0) exact.ids[i] = last.index, exact.scanned[i] = exact.scores[i] = last.value;
   }
   __syncthreads();
   const std::int64_t width = chain.context.config.hidden_size;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   for (int i = static_cast<int>(threadIdx.x) / kWarp; i < count; i += warps) {
-    const std::int64_t id = exact.ranked[i].index;
-    if (id >= chain.context.config.draft_vocab_size || exact.scanned[i] == INFINITY) continue;
+    const std::int64_t id = exact.ids[i];
+    if (!is_there(chain, p, exact, i) || exact.scanned[i] == INFINITY) continue;
     float sum = 0;
     for (std::int64_t k = threadIdx.x % kWarp; k < width; k += kWarp)
       sum += load_float(p.x, p.type, local * width + k) * load_float(p.rescore_rows, p.type, id * width + k);
     for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    if (threadIdx.x % kWarp == 0) exact.ranked[i].value = sum;
+    if (threadIdx.x % kWarp == 0) exact.scores[i] = sum;
   }
   __syncthreads();
 }
@@ -153,6 +159,7 @@ __global__ void __launch_bounds__(kThreads)
     merge_segments_kernel(const __grid_constant__ Chain chain, const __grid_constant__ HeadOutput p) {
   __shared__ Ranked ranked[kWarps];
   __shared__ double sums[kWarps];
+  __shared__ Exact exact;
   const EngineContext& context = chain.context;
   const std::int64_t local = blockIdx.x;
   const std::int64_t row = p.range.first + local;
@@ -161,11 +168,10 @@ __global__ void __launch_bounds__(kThreads)
   const int thread = static_cast<int>(threadIdx.x);
   const int topk = context.speculation.topk;
   const int segments = segments_of(context.config);
-  __shared__ Exact exact;
   const bool rescores = p.rescore_rows != nullptr;
   if (rescores) make_exact(chain, p, local, exact, ranked);
-  const int count = candidates_of(context.speculation, scores_of(p));
-  const Ranked own = rescores && thread < count ? exact.ranked[thread] : Ranked{};
+  const bool holds = rescores && is_there(chain, p, exact, thread);
+  const Ranked own = holds ? Ranked{exact.scores[thread], exact.ids[thread]} : Ranked{};
   Ranked last = kBeforeAll;
   float top = -INFINITY;
   for (int rank = 0; rank < topk; ++rank) {
@@ -183,13 +189,12 @@ __global__ void __launch_bounds__(kThreads)
     const float* const partial = partial_of(chain, p, local, i);
     if (partial[1] != 0.0F) sum += partial[1] * share(partial[0]);
   }
-  if (rescores) {
-    const bool there = own.index < context.config.draft_vocab_size;
-    const double scanned = block_sum(sum, sums);
-    const double old = block_sum(there && exact.scanned[thread] != -INFINITY ? share(exact.scanned[thread]) : 0.0, sums);
-    const double rest = scanned - old;
-    sum = there && own.value != -INFINITY ? share(own.value) : 0.0;
-    if (thread == 0) sum += rest < 0 ? 0.0 : rest;
+  if (rescores) {  // what was made exact counts as that alone
+    const double scan = block_sum(sum, sums);
+    const double old =
+        block_sum(holds && exact.scanned[thread] != -INFINITY ? share(exact.scanned[thread]) : 0.0, sums);
+    sum = holds && own.value != -INFINITY ? share(own.value) : 0.0;
+    if (thread == 0) sum += scan - old < 0 ? 0.0 : scan - old;
   }
   const double norm = top + log(block_sum(sum, sums));
   if (thread != 0) return;
@@ -254,9 +259,10 @@ __global__ void __launch_bounds__(kDrawThreads)
   Ranked first;  // what is drafted at temperature 0
   if (p.rescore_rows != nullptr) {
     make_exact(chain, p, local, exact, ranked);
-    const bool there = thread < candidates_of(context.speculation, HeadScores::kMadeExact) &&
-                       exact.ranked[thread].index < vocab;
-    if (there) first = exact.ranked[thread], logits[first.index] = first.value;
+    if (is_there(chain, p, exact, thread)) {
+      first = {exact.scores[thread], exact.ids[thread]};
+      logits[first.index] = first.value;
+    }
     first = block_first(first, ranked);
     __syncthreads();
   }

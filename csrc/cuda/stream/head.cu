@@ -24,8 +24,8 @@ struct HeadStep : PlainStep {
     int k;
     int vocab;
     int topk;
-    std::uint64_t* keys;  // [grid, 64, topk]
-    float2* stats;        // [grid, 64]
+    std::uint64_t* keys;    // [grid, 64, topk]
+    float2* stats;          // [grid, 64]
     std::uint64_t* offers;  // [64, stride]: topk of each group in the place of `keys`; null: keys
     int stride;
   };
@@ -153,7 +153,8 @@ struct HeadStep : PlainStep {
       const int token = t * 8 + role.warp;
       if (token >= tokens) return;
       const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kMaxTokens + token;
-      if (params.offers == nullptr && role.lane < params.topk) params.keys[at * params.topk + role.lane] = states[token].best[role.lane];
+      if (params.offers == nullptr && role.lane < params.topk)
+        params.keys[at * params.topk + role.lane] = states[token].best[role.lane];
       if (role.lane == 0) params.stats[at] = make_float2(states[token].maximum, states[token].sum);
     }
   }
@@ -171,8 +172,8 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
   shape.eps = context.config.rms_norm_eps;
   const int vocab = rows_of(params.lm_head);
   const int k = columns_of(params.lm_head);
-  HeadStep::Params step{static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats,
-                        nullptr, 0};
+  HeadStep::Params step{
+      static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats, nullptr, 0};
   if (params.rescore_rows) {
     expect_range("rows of a head that is scored again", vocab, 1, plan.needs.rescored_vocab);
     step.offers = plan.head_offers;

@@ -31,7 +31,7 @@ struct RescoreArgs : HeadEnd {
   const float2* stats;
   const bf16* x;  // [R, H]
   const bf16* rows_as_stored;
-  int row_units;  // between their beginnings
+  int row_units;               // between their beginnings
   const bf16* next_embedding;  // [V, H]: of each that is scored again the row is fetched; null: unknown, or not needed
 };
 

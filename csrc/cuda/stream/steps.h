@@ -50,10 +50,10 @@ struct StreamPlan {
   bool last_queries = false;
   void* const* pool_k = nullptr;  // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
-  void* ones = nullptr;                // [max_k] in bf16: gamma where a part of x has no norm
-  const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
-  std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
-  float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
+  void* ones = nullptr;                  // [max_k] in bf16: gamma where a part of x has no norm
+  const void* idle_row = nullptr;        // [max_k] zeros: what rows that are not live read
+  std::uint64_t* head_keys = nullptr;    // [grid, 64, topk]
+  float2* head_stats = nullptr;          // [grid, 64] maximum and Σ exp
   std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], with needs.rescored_vocab
   std::byte* attention_partials = nullptr;
   cuda::LiveRows live;  // where given, rows of an extend are those of the list, from first_row on
