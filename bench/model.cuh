@@ -90,7 +90,7 @@ struct Model {
   Buffer<DraftBatch> batch;
   DraftBatch host_batch;
   stream::StreamPlan plan;
-  std::unique_ptr<Buffer<std::byte>> workspace;
+  std::unique_ptr<Buffer<std::byte>> workspace, offers;
   bool rescores;  // an INT4 head's best are made exact; a test may turn it off
 
   Model(const Shape& s, int topk, DType type = DType::kBF16)
@@ -144,9 +144,13 @@ struct Model {
     const int widest = std::max({kNumAux * s.hidden, s.intermediate, s.heads * s.head_dim, 2 * s.hidden});
     const int tallest =
         std::max({2 * s.intermediate, s.draft_vocab, s.hidden, (s.heads + 2 * s.kv_heads) * s.head_dim});
-    const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.head_dim, rescores ? s.draft_vocab : 0};
+    const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.head_dim};
     workspace = std::make_unique<Buffer<std::byte>>(stream::workspace_bytes(device, needs));
     plan = stream::make_plan(device, needs, workspace->get());
+    if (rescores) {
+      offers = std::make_unique<Buffer<std::byte>>(stream::head_offer_bytes(s.draft_vocab, topk));
+      plan.head_offers = reinterpret_cast<std::uint64_t*>(offers->get());
+    }
     pool_arrays[0] = pool_k.get(), pool_arrays[1] = pool_v.get();
     plan.pool_k = pool_arrays, plan.pool_v = pool_arrays + 1;
   }

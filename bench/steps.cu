@@ -54,11 +54,7 @@ void poison(const Model& m, cudaStream_t stream) {
   fill(m.q), fill(m.attention), fill(m.residual), fill(m.middle), fill(m.act), fill(m.hidden), fill(m.scratch_k),
       fill(m.scratch_v);
   fill(m.top_ids), fill(m.top_scores);
-  if (m.plan.needs.rescored_vocab > 0) {
-    const auto offers = stream::head_offers(m.plan.needs.rescored_vocab, m.plan.needs.topk);
-    const std::size_t bytes = static_cast<std::size_t>(stream::kMaxTokens) * offers.stride * sizeof(std::uint64_t);
-    stream::check(cudaMemsetAsync(m.plan.head_offers, 0xFF, bytes, stream), "poison");
-  }
+  if (m.offers != nullptr) fill(*m.offers);
   const auto partials = static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.plan.counters) -
                                                  m.plan.partials);  // they lie in this order
   stream::check(cudaMemsetAsync(m.plan.partials, 0xFF, partials, stream), "poison");

@@ -63,7 +63,6 @@ stream::StreamNeeds needs_of(const FastChain::Setup& setup) {
   needs.max_segments = std::max(2, config.num_aux);
   needs.topk = setup.context.speculation.topk;
   needs.head_dim = config.head_dim;
-  if (setup.head_scores == HeadScores::kMadeExact) needs.rescored_vocab = config.draft_vocab_size;
   return needs;
 }
 
@@ -92,6 +91,10 @@ class StreamChain final : public FastChain {
     plan_ = stream::make_plan(device, needs, setup.device(stream::workspace_bytes(device, needs)));
     plan_.failed = static_cast<std::uint32_t*>(setup.pinned(sizeof(std::uint32_t)));
     plan_.drafting = setup.drafting;
+    if (setup.head_scores == HeadScores::kMadeExact) {
+      const std::size_t bytes = stream::head_offer_bytes(context_.config.draft_vocab_size, needs.topk);
+      plan_.head_offers = static_cast<std::uint64_t*>(setup.device(bytes));
+    }
     plan_.pool_k = pool_k_.data();
     plan_.pool_v = pool_v_.data();
     live_.count = static_cast<std::int32_t*>(setup.device(sizeof(std::int32_t)));

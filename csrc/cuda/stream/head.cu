@@ -175,7 +175,7 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
   HeadStep::Params step{
       static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats, nullptr, 0};
   if (params.rescore_rows) {
-    expect_range("rows of a head that is scored again", vocab, 1, plan.needs.rescored_vocab);
+    expect(plan.head_offers != nullptr, ErrorCode::kConfig, "StreamPlan::head_offers", "memory", "null");
     step.offers = plan.head_offers;
     step.stride = head_offers(vocab, topk).stride;
   }

@@ -59,11 +59,15 @@ __device__ inline void select(const HeadEnd& args, int lane) {
   atomicAdd(reinterpret_cast<unsigned long long*>(args.context.results.counters) + static_cast<int>(status), 1ULL);
 }
 
+__device__ inline std::int64_t token_of(const HeadEnd& args, int id) {
+  return args.select.d2t == nullptr ? id : id + __ldg(args.select.d2t + id);
+}
+
 // What a chain's step has found in one lane.
 struct Found {
   int lane;
   LaneStatus status;
-  int id;
+  std::int64_t token;  // of the target's vocabulary, if the draft's d2t is right
   float log_probability;
   float score_before;  // of the chain so far
 };
@@ -76,7 +80,7 @@ __device__ inline bool advance_chain(const HeadEnd& args, const Found& found) {
   const int step = args.select.draft_step;
   if (step + 1 >= context.speculation.num_steps || found.status != LaneStatus::kLive) return false;
   const float score = found.score_before + found.log_probability;
-  const std::int64_t token = args.select.d2t == nullptr ? found.id : found.id + args.select.d2t[found.id];
+  const std::int64_t token = found.token;
   if (score < context.speculation.stop_score || token < 0 || token >= context.config.vocab_size) return false;
   const int thread = threadIdx.x % 32;
   if (args.embed_tokens != nullptr) {  // qkv of the next step would wait for the memory behind its own weights

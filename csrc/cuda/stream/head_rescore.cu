@@ -76,24 +76,33 @@ __device__ __forceinline__ std::uint32_t reached_by(std::uint32_t maximum, int n
   return __reduce_min_sync(0xFFFFFFFF, above < num ? maximum : 0xFFFFFFFF);
 }
 
-// The best `num` of a row's offers, descending, 0 behind the last; by a warp, into `space.chosen`. Of 512 offers at a time
-// those that reach what `num` lanes reach, which are few, are listed, and each counts those before it.
-__device__ __forceinline__ void choose(const RescoreArgs& args, int row, const WarpSpace& space) {
-  constexpr int kPairs = 8;
-  const int lane = threadIdx.x % 32;
+constexpr int kPairs = 8;
+constexpr int kOffersAtOnce = 64 * kPairs;
+constexpr int kKeys = 2 * kPairs + 1;  // of a lane: its share of the offers, and one that was chosen before
+using Keys = std::uint64_t[kKeys];
+
+// A lane's share of the offers from `base` on.
+__device__ __forceinline__ void load_offers(const RescoreArgs& args, int row, int base, Keys& keys) {
   const std::uint64_t* const offers = args.offers + static_cast<std::int64_t>(row) * args.stride;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int at = base + j * 64 + static_cast<int>(threadIdx.x % 32) * 2;
+    ulonglong2 pair = make_ulonglong2(0, 0);
+    if (at < args.count) pair = __ldcg(reinterpret_cast<const ulonglong2*>(offers + at));
+    keys[2 * j] = pair.x;
+    keys[2 * j + 1] = at + 1 < args.count ? pair.y : 0;
+  }
+}
+
+// The best `num` of a row's offers, descending, 0 behind the last; by a warp, into `space.chosen`; `keys` are the first
+// already. Of 512 at a time those that reach what `num` lanes reach, which are few, are listed, and each counts those
+// before it.
+__device__ __forceinline__ void choose(const RescoreArgs& args, int row, Keys& keys, const WarpSpace& space) {
+  const int lane = threadIdx.x % 32;
   std::uint64_t before = 0;  // of lane < num: chosen so far
 #pragma unroll 1
-  for (int base = 0; base < args.count; base += kPairs * 64) {
-    std::uint64_t keys[2 * kPairs + 1];
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      const int at = base + j * 64 + lane * 2;
-      ulonglong2 pair = make_ulonglong2(0, 0);
-      if (at < args.count) pair = __ldcg(reinterpret_cast<const ulonglong2*>(offers + at));
-      keys[2 * j] = pair.x;
-      keys[2 * j + 1] = at + 1 < args.count ? pair.y : 0;
-    }
+  for (int base = 0; base < args.count; base += kOffersAtOnce) {
+    if (base > 0) load_offers(args, row, base, keys);
     keys[2 * kPairs] = before;
     std::uint32_t maximum = 0;
 #pragma unroll
@@ -134,23 +143,22 @@ __device__ __forceinline__ void choose(const RescoreArgs& args, int row, const W
   }
 }
 
-// What the blocks of the head have left of Σ exp, the share of this warp.
+// Σ exp of several blocks of the head, as far as their maximum.
 struct Part {
   float maximum = kMinusInfinity;
   float sum = 0;
 };
 
-__device__ __forceinline__ Part read_stats(const RescoreArgs& args, int row, int rank) {
-  Part part;
-#pragma unroll 1
-  for (int i = rank * kEndThreads + threadIdx.x; i < args.blocks; i += args.ranks * kEndThreads) {
-    const float2 next = __ldcg(args.stats + static_cast<std::int64_t>(i) * kMaxTokens + row);
-    if (next.x == kMinusInfinity && next.y == 0) continue;
-    const float maximum = fmaxf(part.maximum, next.x);
-    part.sum = (part.sum == 0 ? 0.0F : part.sum * __expf(part.maximum - maximum)) + next.y * __expf(next.x - maximum);
-    part.maximum = maximum;
-  }
-  return part;
+__device__ __forceinline__ void add(Part& part, const float2& next) {
+  if (next.x == kMinusInfinity && next.y == 0) return;
+  const float maximum = fmaxf(part.maximum, next.x);
+  part.sum = (part.sum == 0 ? 0.0F : part.sum * __expf(part.maximum - maximum)) + next.y * __expf(next.x - maximum);
+  part.maximum = maximum;
+}
+
+__device__ __forceinline__ float2 stats_of(const RescoreArgs& args, int row, int block) {
+  if (block >= args.blocks) return make_float2(kMinusInfinity, 0);
+  return __ldcg(args.stats + static_cast<std::int64_t>(block) * kMaxTokens + row);
 }
 
 __device__ __forceinline__ float scaled(const Part& part, float maximum) {
@@ -245,30 +253,48 @@ __device__ __forceinline__ Rescored finish(const RescoreArgs& args, std::uint64_
   return rescored;
 }
 
-// The first block's first warp: what a row's blocks have found becomes its candidates, and for a chain its next token.
-__device__ __forceinline__ void conclude(const RescoreArgs& args, int row, int lane_of_row, const Rescored& rescored) {
-  const int lane = threadIdx.x % 32;
-  const int status = __ldcg(args.context.lanes.status + lane_of_row);
+// What is known of a row's lane beforehand.
+struct Lane {
+  int index;
+  int status;
+  float score_before;  // of its chain so far
+  bool inside;         // the batch
+};
+
+__device__ __forceinline__ Lane lane_of_row(const RescoreArgs& args, int row) {
+  const LaneState& state = args.context.lanes;
+  Lane lane{};
+  lane.index = row / (args.rows.pass == Pass::kExtendLast ? 1 : args.context.speculation.topk);
+  lane.status = __ldcg(state.status + lane.index);
   const bool first = args.select.draft_step == 0;
-  const float score_before = args.selects && !first ? __ldcg(args.context.lanes.frontier_scores + lane_of_row) : 0.0F;
-  const bool inside = lane_of_row < __ldcg(&args.batch->batch);
+  lane.score_before = args.selects && !first ? __ldcg(state.frontier_scores + lane.index) : 0.0F;
+  lane.inside = lane.index < __ldcg(&args.batch->batch);
+  return lane;
+}
+
+// The first block's first warp: what a row's blocks have found becomes its candidates, and for a chain its next token;
+// `token` is that of candidate `thread`.
+__device__ __forceinline__ void conclude(const RescoreArgs& args, int row, const Lane& lane, const Rescored& rescored,
+                                         std::int64_t token) {
   const bool finite = isfinite(rescored.log_sum);
-  if (lane == 0 && inside && status == static_cast<int>(LaneStatus::kLive) && !finite) {
-    args.context.lanes.status[lane_of_row] = static_cast<std::int32_t>(LaneStatus::kNotFinite);
+  const int thread = threadIdx.x;
+  if (thread == 0 && lane.inside && lane.status == static_cast<int>(LaneStatus::kLive) && !finite) {
+    args.context.lanes.status[lane.index] = static_cast<std::int32_t>(LaneStatus::kNotFinite);
   }
   if (finite && rescored.key != 0 && rescored.place < args.context.speculation.topk)
     write_top(args, row, rescored.place, rescored.key, rescored.log_sum);
   __syncwarp();
-  if (!args.selects || !inside) return;
-  const std::uint32_t winner = __ballot_sync(0xFFFFFFFF, rescored.key != 0 && rescored.place == 0);
-  const std::uint64_t best = __shfl_sync(0xFFFFFFFF, rescored.key, winner == 0 ? 0 : __ffs(winner) - 1);
-  const Found found{lane_of_row, static_cast<LaneStatus>(status), id_of(best),
-                    fminf(0.0F, value_of(best) - rescored.log_sum), score_before};
+  if (!args.selects || !lane.inside) return;
+  const std::uint32_t winners = __ballot_sync(0xFFFFFFFF, rescored.key != 0 && rescored.place == 0);
+  const int winner = winners == 0 ? 0 : __ffs(winners) - 1;
+  const float score = __shfl_sync(0xFFFFFFFF, value_of(rescored.key), winner);
+  const Found found{lane.index, static_cast<LaneStatus>(lane.status), __shfl_sync(0xFFFFFFFF, token, winner),
+                    fminf(0.0F, score - rescored.log_sum), lane.score_before};
   const bool done = finite && advance_chain(args, found);
-  if (!done && lane == 0) select(args, lane_of_row);
+  if (!done && thread == 0) select(args, lane.index);
 }
 
-__global__ void __maxnreg__(104) head_rescore(const __grid_constant__ RescoreArgs args) {
+__global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArgs args) {
 #if EAGLEX_STREAM_KERNELS
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ float block_sums[kWarps];
@@ -280,18 +306,21 @@ __global__ void __maxnreg__(104) head_rescore(const __grid_constant__ RescoreArg
   const int row = static_cast<int>(blockIdx.x) / args.ranks;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int lane_of_row = row / (args.rows.pass == Pass::kExtendLast ? 1 : args.context.speculation.topk);
+  // All reads in one trip, wanted or not.
+  Keys keys;
+  load_offers(args, row, 0, keys);
+  const int block = rank * kEndThreads + static_cast<int>(threadIdx.x);
+  const float2 first_stats = stats_of(args, row, block);
+  const Lane lane_of = lane_of_row(args, row);
   if (is_idle(args.needed)) {
-    if (args.selects && rank == 0 && threadIdx.x == 0 && lane_of_row < __ldcg(&args.batch->batch))
-      select(args, lane_of_row);
+    if (args.selects && rank == 0 && threadIdx.x == 0 && lane_of.inside) select(args, lane_of.index);
     return;
   }
   const RescoreLayout at = rescore_layout(args.ranks, args.num, args.capacity);
   std::byte* const own = shared + at.warps + warp * at.warp_bytes;
   const WarpSpace space{reinterpret_cast<std::uint32_t*>(own), reinterpret_cast<std::uint64_t*>(own + 128),
                         reinterpret_cast<std::uint64_t*>(own + 128 + align_up(args.num, 2) * 8)};
-  const Part stats = read_stats(args, row, rank);
-  choose(args, row, space);
+  choose(args, row, keys, space);
 
   const DraftConfig& config = args.context.config;
   const int units = config.hidden_size / kUnit;
@@ -303,6 +332,7 @@ __global__ void __maxnreg__(104) head_rescore(const __grid_constant__ RescoreArg
                static_cast<std::uint32_t>(config.draft_vocab_size - 1));
   };
   cluster_wait();  // all blocks run, so the first one's shared memory is there
+  const std::int64_t token = args.selects && warp == 0 ? token_of(args, static_cast<int>(id_at(lane))) : 0;
   const std::uint32_t sums = shared_address(shared) + rank * (args.num + 1) * 4;
 #pragma unroll 1
   for (int first = warp; first < args.num; first += kAtOnce * kWarps) {
@@ -315,18 +345,21 @@ __global__ void __maxnreg__(104) head_rescore(const __grid_constant__ RescoreArg
         touch_l2(reinterpret_cast<const uint4*>(args.rows_as_stored) + (rows[i] + unit));
     }
     if (first == warp) {  // while they come
-      const float maximum = warp_max(stats.maximum);
-      const float sum = warp_sum(scaled(stats, maximum));
+      Part part;
+      add(part, first_stats);
+      for (int i = block + args.ranks * kEndThreads; i < args.blocks; i += args.ranks * kEndThreads)
+        add(part, stats_of(args, row, i));
+      const float maximum = warp_max(part.maximum);
+      const float sum = warp_sum(scaled(part, maximum));
       const std::uint32_t to = shared_address(shared) + at.stats + (rank * kWarps + warp) * 8;
       if (lane < 2) store_in(0, to + lane * 4, lane == 0 ? maximum : sum);
     }
     if (first == 0 && args.next_embedding != nullptr) {  // qkv of the next step will read one of them
-      std::int64_t token = id_at(lane);
-      if (args.select.d2t != nullptr) token += __ldg(args.select.d2t + token);
-      if (token < 0 || token >= config.vocab_size) token = 0;
-      constexpr int kLine = 64;  // elements of 128 bytes
+      constexpr int kLine = 64;                          // elements of 128 bytes
       for (int c = rank; c < args.num; c += args.ranks) {
-        const bf16* const embedding = args.next_embedding + __shfl_sync(0xFFFFFFFF, token, c) * config.hidden_size;
+        std::int64_t next = __shfl_sync(0xFFFFFFFF, token, c);
+        if (next < 0 || next >= config.vocab_size) next = 0;
+        const bf16* const embedding = args.next_embedding + next * config.hidden_size;
         for (int i = lane * kLine; i < config.hidden_size; i += 32 * kLine) touch_l2(embedding + i);
       }
     }
@@ -348,7 +381,7 @@ __global__ void __maxnreg__(104) head_rescore(const __grid_constant__ RescoreArg
   if (warp == 0) {
     const Rescored rescored = finish(args, lane < args.num ? space.chosen[lane] : 0, reinterpret_cast<float*>(shared),
                                      reinterpret_cast<float2*>(shared + at.stats));
-    conclude(args, row, lane_of_row, rescored);
+    conclude(args, row, lane_of, rescored, token);
   }
   if (args.hidden != nullptr) replace_by_norm(args, row, block_sums);
 #endif
@@ -357,8 +390,7 @@ __global__ void __maxnreg__(104) head_rescore(const __grid_constant__ RescoreArg
 // As a rule few more are listed than are chosen, and a list that is too short costs time alone; but where 32 are chosen
 // most lanes of a warp hold one.
 int capacity_of(int num) {
-  constexpr int kOffersAtOnce = 512 + 32;
-  return num <= 8 ? 64 : num <= 16 ? 96 : num < 32 ? 192 : kOffersAtOnce;
+  return num <= 8 ? 64 : num <= 16 ? 96 : num < 32 ? 192 : kOffersAtOnce + 32;
 }
 
 // Two blocks per SM at most: more would take the place of qkv's.

@@ -78,10 +78,6 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.head_keys = workspace.take<std::uint64_t>(blocks * kMaxTokens * static_cast<std::size_t>(needs.topk));
   plan.head_stats = workspace.take<float2>(blocks * kMaxTokens);
-  if (needs.rescored_vocab > 0) {
-    const HeadOffers offers = head_offers(needs.rescored_vocab, needs.topk);
-    plan.head_offers = workspace.take<std::uint64_t>(kMaxTokens * static_cast<std::size_t>(offers.stride));
-  }
   plan.attention_partials = workspace.take<std::byte>(attention_partial_bytes(device, needs.head_dim));
   return plan;
 }

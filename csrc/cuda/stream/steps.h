@@ -24,7 +24,6 @@ struct StreamNeeds {
   int max_segments = 2;  // 2 for qkv, num_aux for a fuse with a norm for each layer
   int topk = 1;
   int head_dim = 128;
-  int rescored_vocab = 0;  // rows of a head whose best are scored again; 0: none is
 };
 
 [[nodiscard]] constexpr int num_counters(const StreamNeeds& needs) {
@@ -50,13 +49,13 @@ struct StreamPlan {
   bool last_queries = false;
   void* const* pool_k = nullptr;  // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
-  void* ones = nullptr;                  // [max_k] in bf16: gamma where a part of x has no norm
-  const void* idle_row = nullptr;        // [max_k] zeros: what rows that are not live read
-  std::uint64_t* head_keys = nullptr;    // [grid, 64, topk]
-  float2* head_stats = nullptr;          // [grid, 64] maximum and Σ exp
-  std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], with needs.rescored_vocab
+  void* ones = nullptr;                // [max_k] in bf16: gamma where a part of x has no norm
+  const void* idle_row = nullptr;      // [max_k] zeros: what rows that are not live read
+  std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
+  float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
-  cuda::LiveRows live;  // where given, rows of an extend are those of the list, from first_row on
+  cuda::LiveRows live;                   // where given, rows of an extend are those of the list, from first_row on
+  std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], where a head's best may be scored again
 };
 
 // Whether products of more than 16 rows are wgmma's there.
@@ -67,6 +66,10 @@ struct StreamPlan {
 // Limits of the current device.
 [[nodiscard]] DeviceLimits current_device();
 [[nodiscard]] std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs);
+// Of StreamPlan::head_offers, which is no part of that.
+[[nodiscard]] constexpr std::size_t head_offer_bytes(int vocab, int topk) {
+  return static_cast<std::size_t>(kMaxTokens) * head_offers(vocab, topk).stride * sizeof(std::uint64_t);
+}
 
 // Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS, or with
 // EAGLEX_STREAM_REDUCTION=last, no block waits for another. Throws kConfig where either holds another name.
