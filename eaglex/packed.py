@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-GROUP = 128  # as in reference_low_bit, which needs torch
+GROUP = 128  # as in reference_low_bit, which needs torch; so is `rescored`
 
 
 class Precision(enum.Enum):
@@ -58,6 +58,11 @@ _PART_WORDS = tuple(p.value for p in Part)
 def part_of(name: str) -> Part | None:
     """The part that a canonical name belongs to; None for what stays as it is."""
     return _PARTS.get(name.split(".")[-1])
+
+
+def rescored(topk: int) -> int:
+    """Scores of a row that a rescored head makes exact: an INT4 one beside the rows it was made from."""
+    return max(8, 2 * topk)
 
 
 def packed_bytes(precision: Precision, shape: tuple[int, ...]) -> int:

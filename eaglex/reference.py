@@ -152,10 +152,10 @@ def head(config: DraftConfig, weights: DraftWeights, hidden: Tensor) -> tuple[Te
 def rescore(config: DraftConfig, weights: DraftWeights, logits: Tensor, hidden: Tensor,
             topk: int) -> tuple[Tensor, Tensor]:
     """head's logits [T, Vd] and next hidden [T, H] → the logits that count and the ids [T, R], ascending, that may be
-    drafted: all of them, or with lm_head_rows the best of the scan, their scores replaced (reference_low_bit.with_exact_best).
+    drafted: all of them, or with lm_head_rows the best of the scan, their scores replaced (with_exact_best).
     """
     if weights.lm_head_rows is None:
-        return logits, torch.arange(logits.shape[1]).expand_as(logits)
+        return logits, torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
     if config.next_hidden.value != "normed":
         hidden = rms_norm(hidden, weights.norm, config.rms_norm_eps)
     return with_exact_best(hidden, logits, weights.lm_head_rows, topk)

@@ -25,7 +25,7 @@ E4M3_MAX = 448.0
 # Scales that INT4 tries. A signed scale makes all 16 numbers count, a shorter one cuts the largest entry off for finer
 # steps elsewhere: together 17 % less error on normal weights than max |W| / 7, at six times the work at load.
 STRETCHES = (1.0, 1.1, 0.95, 0.9, 0.85, 0.8)
-RESCORE_GROUP = 64  # draft ids that offer their topk best together: the rows of a kernel's tile
+RESCORE_GROUP = 64  # draft ids that offer their best together: the rows of a kernel's tile
 _LEAST_SCALE = 2.0**-126  # below it a division by the scale would not be exact; also what a row of zeros gets
 
 
@@ -55,11 +55,12 @@ def rescored(topk: int) -> int:
 def offered(scan: Tensor, topk: int) -> Tensor:
     """The ids [T, R] whose scores in the scan [T, Vd] are to be made exact, ascending.
 
-    Each 64 consecutive ids offer their topk best, the last ones too where 64 does not divide Vd; of what is offered the
-    R best are taken, or all where they are fewer. Ties go to the lowest id.
+    Each 64 consecutive ids offer their max(2, k) best, the last ones too where 64 does not divide Vd; of what is
+    offered the R best are taken, or all where they are fewer. Ties go to the lowest id. Two for a chain: of one alone,
+    the best token would be lost wherever the scan puts a neighbour before it.
     """
     starts = range(0, scan.shape[1], RESCORE_GROUP)
-    ids = torch.cat([start + _best(scan[:, start : start + RESCORE_GROUP], topk) for start in starts], 1)
+    ids = torch.cat([start + _best(scan[:, start : start + RESCORE_GROUP], max(2, topk)) for start in starts], 1)
     return ids.gather(1, _best(scan.gather(1, ids), rescored(topk))).sort(1).values
 
 

@@ -65,7 +65,9 @@ def test_cost_by_precision():
     eight = cost(LLAMA_8B, "BF16", DraftQuant.parse("head=fp8"))
     assert plain.step_bytes - eight.step_bytes == 2 * heads - (heads + 4 * 32000)
     four = cost(LLAMA_8B, "BF16", DraftQuant.parse("head=int4"))
-    assert plain.step_bytes - four.step_bytes == 2 * heads - (heads // 2 + 2 * 32000 * 32)
+    rescored = 8 * 4096 * 2  # rows that a step reads again of those that the head was made from, all kept beside it
+    assert plain.step_bytes - four.step_bytes == 2 * heads - (heads // 2 + 2 * 32000 * 32) - rescored
+    assert four.weights_bytes - plain.weights_bytes == heads // 2 + 2 * 32000 * 32
     assert (plain.fuse_bytes, plain.embedding_bytes) == (four.fuse_bytes, four.embedding_bytes)
     assert plain.kv_bytes_per_token == four.kv_bytes_per_token
     every = cost(LLAMA_8B, "BF16", DraftQuant.every(Precision.INT4))

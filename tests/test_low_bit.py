@@ -205,7 +205,8 @@ def test_back_to_plain_and_from_one_to_the_other() -> None:
     assert plain.lm_head.dtype is torch.bfloat16
     assert torch.equal(plain.lm_head, unpacked(eight.lm_head).bfloat16())
     four = quantize(eight, DraftQuant.parse("head=int4"))
-    assert torch.equal(four.lm_head.values, quantize_int4(unpacked(eight.lm_head))[0])
+    assert torch.equal(four.lm_head_rows, unpacked(eight.lm_head).bfloat16())
+    assert torch.equal(four.lm_head.values, quantize_int4(four.lm_head_rows)[0])
     assert quantize(eight, DraftQuant()).lm_head is eight.lm_head
     assert quantize(eight, DraftQuant.parse("fp8")).lm_head is eight.lm_head
 

@@ -40,7 +40,7 @@ Ids offered(const float* scan, Index vocab, int topk) {
   for (Index begin = 0; begin < vocab; begin += kRescoreGroup) {
     group.resize(static_cast<std::size_t>(std::min<Index>(kRescoreGroup, vocab - begin)));
     std::iota(group.begin(), group.end(), static_cast<std::int32_t>(begin));
-    const auto count = std::min<Index>(topk, static_cast<Index>(group.size()));
+    const auto count = std::min<Index>(group_offers(topk), static_cast<Index>(group.size()));
     rank(group.begin(), group.end(), count, scan);
     ids.insert(ids.end(), group.begin(), group.begin() + count);
   }

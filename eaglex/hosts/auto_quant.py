@@ -26,7 +26,7 @@ from eaglex.config import DraftConfig, Sampling, SpeculationConfig
 from eaglex.engine import current_stream
 from eaglex.hosts.calibration import CalibrationText, agreed
 from eaglex.hosts.draft_slots import DraftRows, DraftSlots, batch_of, to_device
-from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of
+from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of, rescored
 from eaglex.quantize import quantize
 
 if TYPE_CHECKING:
@@ -149,6 +149,9 @@ class _Bench:
         made = quantize(self.weights, quant)
         best = self.plain if quant == DraftQuant() else self._best(made)
         step = sum(w.nbytes for name, w in made.named() if name in _READ_BY_STEPS or name.startswith("layers."))
+        if made.lm_head_rows is not None:
+            topk = self.speculation.topk
+            step += topk * rescored(topk) * made.lm_head_rows[0].nbytes
         return Measured(
             quant=quant,
             nbytes=self.speculation.num_steps * step + made.fc.nbytes,
@@ -165,8 +168,12 @@ class _Bench:
             rows = len(self.ids)
             visible = torch.ones(rows, rows, dtype=torch.bool).tril()
             hidden = reference.fuse(self.config, weights, self.aux)
-            logits, _ = reference.forward(self.config, weights, cache, hidden, self.ids, torch.arange(rows), visible)
-            return logits[-self.counted :].argmax(-1)
+            logits, hidden = reference.forward(
+                self.config, weights, cache, hidden, self.ids, torch.arange(rows), visible
+            )
+            logits, hidden = logits[-self.counted :], hidden[-self.counted :]
+            logits, ids = reference.rescore(self.config, weights, logits, hidden, self.speculation.topk)
+            return ids.gather(1, logits.gather(1, ids).argmax(-1, keepdim=True))[:, 0]
 
     def _cycle_seconds(self, weights: DraftWeights) -> float:
         """One cycle at batch 1 behind the text: the least of several rounds, since what disturbs only adds."""

@@ -78,18 +78,20 @@ def test_auto_measures_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         played(host, "mlp=fp8")
 
 
-def test_a_head_that_is_made_smaller_is_not_the_targets(ranking: Path) -> None:
-    chain = SpeculationConfig(num_steps=3)
+def test_what_stays_the_targets(ranking: Path) -> None:
+    chain, both = SpeculationConfig(num_steps=3), ("embed_tokens", "lm_head")
 
-    def own(**options: Any) -> bool:
-        return Shrink(Wanted(**options), str(TINY / "draft"), speculation=chain).own_head
+    def shared(names: tuple[str, ...] = both, **options: Any) -> tuple[str, ...]:
+        return Shrink(Wanted(**options), str(TINY / "draft"), speculation=chain).shared(names)
 
-    assert not own()
-    assert not own(quant=DraftQuant.parse("mlp=int4"))
-    assert own(quant=DraftQuant.parse("fp8"))
-    assert own(hot_vocab=HotVocab(size=5, file=str(ranking)))
-
-
+    four, hot = DraftQuant.parse("head=int4"), HotVocab(size=5, file=str(ranking))
+    assert shared() == both
+    assert shared(quant=DraftQuant.parse("mlp=int4")) == both
+    assert shared(quant=DraftQuant.parse("head=none")) == both
+    assert shared(quant=DraftQuant.parse("head=fp8")) == ("embed_tokens",)
+    assert shared(quant=four) == ("embed_tokens", "lm_head_rows")
+    assert shared(("embed_tokens",), quant=four) == ("embed_tokens",)
+    assert shared(hot_vocab=hot) == shared(hot_vocab=hot, quant=four) == ("embed_tokens",)
 
 
 def test_a_ranking_that_is_not_there() -> None:
