@@ -145,7 +145,7 @@ struct Rescored {
   std::vector<bool> surely, perhaps;
 };
 
-inline Rescored rescored_of(const float* scan, std::size_t vocab, std::size_t topk, float slack) {
+inline Rescored rescored_of(const float* scan, std::size_t vocab, int topk, float slack) {
   constexpr std::size_t kGroup = kRescoreGroup;
   Floats offered;
   Rescored ids{std::vector<bool>(vocab), std::vector<bool>(vocab)};
@@ -153,12 +153,12 @@ inline Rescored rescored_of(const float* scan, std::size_t vocab, std::size_t to
   for (std::size_t first = 0; first < vocab; first += kGroup) {
     Floats group(scan + first, scan + std::min(vocab, first + kGroup));
     std::sort(group.begin(), group.end(), std::greater<>());
-    const std::size_t count = std::min(topk, group.size());
+    const std::size_t count = std::min(static_cast<std::size_t>(group_offers(topk)), group.size());
     offered.insert(offered.end(), group.begin(), group.begin() + static_cast<std::int64_t>(count));
     worst_in.push_back(group[count - 1]);
     best_out.push_back(count < group.size() ? group[count] : -1e30F);
   }
-  const std::size_t kept = std::min(offered.size(), static_cast<std::size_t>(rescored(static_cast<int>(topk))));
+  const std::size_t kept = std::min(offered.size(), static_cast<std::size_t>(rescored(topk)));
   std::sort(offered.begin(), offered.end(), std::greater<>());
   const float worst = offered[kept - 1];
   const float next = kept < offered.size() ? offered[kept] : -1e30F;
@@ -197,7 +197,7 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
     float* const logits = exact.data() + t * vocab;
     Rescored candidates{std::vector<bool>(vocab, true), std::vector<bool>(vocab, true)};
     if (m.rescores) {
-      candidates = rescored_of(logits, vocab, topk, slack);
+      candidates = rescored_of(logits, vocab, static_cast<int>(topk), slack);
       for (std::size_t i = 0; i < vocab; ++i) {
         if (candidates.perhaps[i]) logits[i] = stored[t * vocab + i];
       }

@@ -35,8 +35,8 @@ __device__ float* partial_of(const Chain& chain, const HeadOutput& p, std::int64
   return p.partial + (local * segments_of(chain.context.config) + segment) * partial_floats(candidates);
 }
 
-// Each group of 64 ids offers its topk best; the others become nothing.
-__device__ void keep_offered(Ranked (&values)[kPerThread], int topk) {
+// Each group of 64 ids offers its best; the others become nothing.
+__device__ void keep_offered(Ranked (&values)[kPerThread], int offers) {
   static_assert(kThreads % kRescoreGroup == 0, "a group is of one round");
   __shared__ float all[kSegment];
   const int thread = static_cast<int>(threadIdx.x);
@@ -48,7 +48,7 @@ __device__ void keep_offered(Ranked (&values)[kPerThread], int topk) {
     int before = 0;
     for (int at = group; at < group + kRescoreGroup; ++at)
       before += comes_before({all[at], at}, {values[i].value, place}) ? 1 : 0;
-    if (before >= topk) values[i] = {};
+    if (before >= offers) values[i] = {};
   }
 }
 
@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads)
         partial[0] = best.value;
         partial[1] = static_cast<float>(sum);
       }
-      if (p.rescore_rows != nullptr) keep_offered(values, chain.context.speculation.topk);  // the best is among them
+      if (p.rescore_rows != nullptr)
+        keep_offered(values, group_offers(chain.context.speculation.topk));  // the best is among them
     }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {

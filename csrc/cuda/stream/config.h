@@ -168,14 +168,14 @@ struct GemmConfig {
 // worth the common wait from 7 blocks a tile on where tokens are more than 32, and always where they are more than 64.
 [[nodiscard]] bool sums_in_slices(const GemmProblem& problem, const GemmConfig& config);
 
-// What the head's tiles offer of a row where the best are scored again (core/rescore.h): topk of each group of ids.
+// What the head's tiles offer of a row where the best are scored again: of each group of ids as many (core/rescore.h).
 struct HeadOffers {
   int count = 0;
   int stride = 0;  // between rows: pairs are read together
 };
 
 [[nodiscard]] constexpr HeadOffers head_offers(int vocab, int topk) {
-  const int count = (vocab + kRescoreGroup - 1) / kRescoreGroup * topk;
+  const int count = (vocab + kRescoreGroup - 1) / kRescoreGroup * group_offers(topk);
   return {count, (count + 1) / 2 * 2};
 }
 

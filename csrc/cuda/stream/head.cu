@@ -26,7 +26,7 @@ struct HeadStep : PlainStep {
     int topk;
     std::uint64_t* keys;    // [grid, 64, topk]
     float2* stats;          // [grid, 64]
-    std::uint64_t* offers;  // [64, stride]: topk of each group in the place of `keys`; null: keys
+    std::uint64_t* offers;  // [64, stride]: some of each group in the place of `keys`; null: keys
     int stride;
   };
 
@@ -71,22 +71,23 @@ struct HeadStep : PlainStep {
     }
   }
 
-  // The topk best of every group of ids, in order: what may be scored again. Returns the best of all.
+  // The best of every group of ids, in order: what may be scored again. Returns the best of all.
   template <int kRows>
   __device__ static __forceinline__ float offer(const Params& params, const std::uint64_t (&keys)[kRows / 32],
                                                 int first_id, int lane, int token) {
     static_assert(kRescoreGroup == 64);
+    const int count = group_offers(params.topk);
     const int groups = (params.vocab + kRescoreGroup - 1) / kRescoreGroup;
     float largest = __int_as_float(0xFF800000);
 #pragma unroll
     for (int g = 0; g < kRows / kRescoreGroup; ++g) {
       const int group = first_id / kRescoreGroup + g;
       if (group >= groups) break;
-      std::uint64_t* const to = params.offers + static_cast<std::int64_t>(token) * params.stride + group * params.topk;
+      std::uint64_t* const to = params.offers + static_cast<std::int64_t>(token) * params.stride + group * count;
       std::uint32_t low = static_cast<std::uint32_t>(keys[2 * g] >> 32);
       std::uint32_t high = static_cast<std::uint32_t>(keys[2 * g + 1] >> 32);
 #pragma unroll 1
-      for (int rank = 0; rank < params.topk; ++rank) {
+      for (int rank = 0; rank < count; ++rank) {
         const std::uint32_t best = __reduce_max_sync(0xFFFFFFFF, max(low, high));
         const std::uint32_t of_low = __ballot_sync(0xFFFFFFFF, low == best);
         const std::uint32_t of_high = __ballot_sync(0xFFFFFFFF, high == best);

@@ -1,11 +1,12 @@
 // head, second half where the head's matrix only scans (INT4 beside its own rows as stored): the best of what its tiles
 // offer are scored again by those rows.
 // Formula: reference.py head, rescore, top_k, select.
-// Caller: Backend::head, or Backend::select for a chain.    Bytes: per row of x R rows of lm_head, from memory; 8 · topk
-// per 64 ids and 8 per block of the head, from L2.
-// Mapping: a cluster of up to 8 blocks per row; each chooses the same R by itself (two warps, neither waits for the
-// other), reads its share of their columns and of x, and writes its parts of the sums into the first block's shared
-// memory, which finishes. As head_merge, a block fits beside two of a matrix at topk 1. All orders are fixed.
+// Caller: Backend::head, or Backend::select for a chain.    Bytes: per row of x R rows of lm_head, from memory; 8 per
+// offer (2 or topk of 64 ids) and 8 per block of the head, from L2.
+// Mapping: a cluster of up to 8 blocks per row; each chooses the same R by itself (two warps, half of the offers each),
+// reads its share of their columns and of x, and writes its parts of the sums into the first block's shared memory, which
+// finishes. All orders are fixed. Nothing fits beside two blocks of a low-bit matrix, whose registers are too many: a
+// cluster comes into what the head's first blocks leave, where qkv begins with a block less.
 #include <algorithm>
 #include <utility>
 
@@ -39,7 +40,7 @@ struct RescoreArgs : HeadEnd {
 struct RescoreLayout {
   int sums;   // [ranks][num + 1] parts of x·γ·w, the last of x·x; of the first block alone, written by all
   int stats;  // [ranks · kWarps] maximum and Σ exp, the same
-  int warps;  // per warp: [32] maxima, [num] chosen, [capacity] list
+  int warps;  // per warp: [32] maxima, [num] chosen of its offers, [num] of all, [capacity] list
   int warp_bytes;
   int total;
 };
@@ -48,13 +49,14 @@ __host__ __device__ constexpr RescoreLayout rescore_layout(int ranks, int num, i
   RescoreLayout at{};
   at.stats = align_up(ranks * (num + 1) * 4, 8);
   at.warps = align_up(at.stats + ranks * kWarps * 8, 16);
-  at.warp_bytes = 32 * 4 + align_up(num, 2) * 8 + capacity * 8;
+  at.warp_bytes = 32 * 4 + 2 * align_up(num, 2) * 8 + capacity * 8;
   at.total = at.warps + kWarps * at.warp_bytes;
   return at;
 }
 
 struct WarpSpace {
   std::uint32_t* maxima;
+  std::uint64_t* own;
   std::uint64_t* chosen;
   std::uint64_t* list;
 };
@@ -94,15 +96,16 @@ __device__ __forceinline__ void load_offers(const RescoreArgs& args, int row, in
   }
 }
 
-// The best `num` of a row's offers, descending, 0 behind the last; by a warp, into `space.chosen`; `keys` are the first
-// already. Of 512 at a time those that reach what `num` lanes reach, which are few, are listed, and each counts those
-// before it.
-__device__ __forceinline__ void choose(const RescoreArgs& args, int row, Keys& keys, const WarpSpace& space) {
+// The best `num` of the warp's share of a row's offers, descending, 0 behind the last, into `space.own`; `keys` are its
+// first already. Of 512 at a time those that reach what `num` lanes reach, which are few, are listed, and each counts
+// those before it.
+__device__ __forceinline__ void choose_own(const RescoreArgs& args, int row, int warp, Keys& keys,
+                                           const WarpSpace& space) {
   const int lane = threadIdx.x % 32;
   std::uint64_t before = 0;  // of lane < num: chosen so far
+  int base = warp * kOffersAtOnce;
 #pragma unroll 1
-  for (int base = 0; base < args.count; base += kOffersAtOnce) {
-    if (base > 0) load_offers(args, row, base, keys);
+  while (true) {
     keys[2 * kPairs] = before;
     std::uint32_t maximum = 0;
 #pragma unroll
@@ -124,9 +127,9 @@ __device__ __forceinline__ void choose(const RescoreArgs& args, int row, Keys& k
         int place = 0;
 #pragma unroll 4
         for (int other = 0; other < total; ++other) place += space.list[other] > mine ? 1 : 0;
-        if (place < args.num) space.chosen[place] = mine;
+        if (place < args.num) space.own[place] = mine;
       }
-      if (lane >= total && lane < args.num) space.chosen[lane] = 0;
+      if (lane >= total && lane < args.num) space.own[lane] = 0;
     } else {  // values that lie together, or many alike
       std::uint64_t last = ~std::uint64_t{0};
 #pragma unroll 1
@@ -135,12 +138,34 @@ __device__ __forceinline__ void choose(const RescoreArgs& args, int row, Keys& k
 #pragma unroll
         for (const std::uint64_t key : keys) next = key < last && key > next ? key : next;
         last = warp_max(next);
-        if (lane == 0) space.chosen[place] = last;
+        if (lane == 0) space.own[place] = last;
       }
     }
     __syncwarp();
-    before = lane < args.num ? space.chosen[lane] : 0;
+    base += kWarps * kOffersAtOnce;
+    if (base >= args.count) return;
+    before = lane < args.num ? space.own[lane] : 0;
+    load_offers(args, row, base, keys);
   }
+}
+
+// The best of both warps' shares, into `space.chosen`; by the block.
+__device__ __forceinline__ void choose(const RescoreArgs& args, const WarpSpace& space, const std::uint64_t* others) {
+  const int lane = threadIdx.x % 32;
+  if (lane < args.num) space.chosen[lane] = 0;
+  __syncthreads();
+  const std::uint64_t mine = lane < args.num ? space.own[lane] : 0;
+  const std::uint64_t other = lane < args.num ? others[lane] : 0;
+  int place = lane;  // both lists are in order
+  int place_of_other = lane;
+#pragma unroll 4
+  for (int i = 0; i < args.num; ++i) {
+    place += others[i] > mine ? 1 : 0;
+    place_of_other += space.own[i] > other ? 1 : 0;
+  }
+  if (mine != 0 && place < args.num) space.chosen[place] = mine;
+  if (other != 0 && place_of_other < args.num) space.chosen[place_of_other] = other;
+  __syncwarp();
 }
 
 // Σ exp of several blocks of the head, as far as their maximum.
@@ -308,7 +333,7 @@ __global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArg
   const int lane = threadIdx.x % 32;
   // All reads in one trip, wanted or not.
   Keys keys;
-  load_offers(args, row, 0, keys);
+  load_offers(args, row, warp * kOffersAtOnce, keys);
   const int block = rank * kEndThreads + static_cast<int>(threadIdx.x);
   const float2 first_stats = stats_of(args, row, block);
   const Lane lane_of = lane_of_row(args, row);
@@ -317,10 +342,15 @@ __global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArg
     return;
   }
   const RescoreLayout at = rescore_layout(args.ranks, args.num, args.capacity);
-  std::byte* const own = shared + at.warps + warp * at.warp_bytes;
-  const WarpSpace space{reinterpret_cast<std::uint32_t*>(own), reinterpret_cast<std::uint64_t*>(own + 128),
-                        reinterpret_cast<std::uint64_t*>(own + 128 + align_up(args.num, 2) * 8)};
-  choose(args, row, keys, space);
+  const auto space_of = [&](int which) {
+    std::byte* const begin = shared + at.warps + which * at.warp_bytes;
+    auto* const lists = reinterpret_cast<std::uint64_t*>(begin + 32 * 4);
+    const int size = align_up(args.num, 2);
+    return WarpSpace{reinterpret_cast<std::uint32_t*>(begin), lists, lists + size, lists + 2 * size};
+  };
+  const WarpSpace space = space_of(warp);
+  choose_own(args, row, warp, keys, space);
+  choose(args, space, space_of(1 - warp).own);
 
   const DraftConfig& config = args.context.config;
   const int units = config.hidden_size / kUnit;
