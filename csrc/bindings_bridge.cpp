@@ -337,15 +337,15 @@ void bind_relay(py::module_& m) {
   py::class_<Relay> client(m, "RelayClient");
   client
       .def(py::init([](Group& group, const DraftConfig& config, const SpeculationConfig& speculation,
-                       const EngineLimits& limits, double deadline, double rejoin_after, int device,
-                       const py::object& table) {
+                       const EngineLimits& limits, double deadline, double rejoin_after, double rows_deadline,
+                       int device, const py::object& table) {
              const RelayHost host = {device, table_of(table, group.terms(), Where::kDevice)};
-             return Relay{config, speculation, limits,
-                          make_relay_client(group, {seconds(deadline), seconds(rejoin_after)}, host)};
+             const LinkTiming timing = {seconds(deadline), seconds(rejoin_after), seconds(rows_deadline)};
+             return Relay{config, speculation, limits, make_relay_client(group, timing, host)};
            }),
            py::arg("group"), py::kw_only(), py::arg("config"), py::arg("speculation"), py::arg("limits"),
-           py::arg("deadline"), py::arg("rejoin_after"), py::arg("device"), py::arg("req_to_token") = py::none(),
-           py::keep_alive<1, 2>())
+           py::arg("deadline"), py::arg("rejoin_after"), py::arg("rows_deadline"), py::arg("device"),
+           py::arg("req_to_token") = py::none(), py::keep_alive<1, 2>())
       .def("joined", [](Relay& self) { return self.client->joined(); })
       .def("offer", [](const Relay& self) { return self.client->offer(); })
       .def(
@@ -361,6 +361,15 @@ void bind_relay(py::module_& m) {
           py::arg("new_lens"), py::arg("begins") = std::vector<std::uint8_t>{},
           py::arg("rewritten") = std::vector<std::uint8_t>{}, py::arg("stream"),
           py::call_guard<py::gil_scoped_release>());
+  client.def(
+      "try_out",
+      [](Relay& self, const BatchTensors& batch, const FollowerTensors& results, double patience,
+         std::uintptr_t stream) {
+        const DraftBatch block = self.check(batch, results.num_nodes.device);
+        return self.client->try_out(block, results.results(), seconds(patience), as_stream(stream));
+      },
+      py::arg("batch"), py::arg("results"), py::kw_only(), py::arg("patience"), py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>());
   bind_link(client);
   py::class_<RelayServer>(m, "RelayServer")
       .def(py::init([](Group& group, int device, const std::string& offer, const py::object& table) {

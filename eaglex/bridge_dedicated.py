@@ -189,7 +189,10 @@ class RelayClient(_Client):
         self, bridge: Bridge, config: DraftConfig, options: LinkOptions, req_to_token: Tensor | None = None
     ) -> None:
         self._table, device = req_to_token, bridge.device.index or 0
-        super().__init__(bridge._binary.RelayClient, bridge, config, options, device=device, req_to_token=req_to_token)
+        super().__init__(
+            bridge._binary.RelayClient, bridge, config, options,
+            rows_deadline=bridge.deadline, device=device, req_to_token=req_to_token,
+        )  # fmt: skip
 
     def invitation(self) -> Invitation:
         """With the way to this GPU."""
@@ -229,6 +232,26 @@ class RelayClient(_Client):
             return self._ask(filled, slots, stream, **lanes)
         finally:
             self._bridge._inputs.keep(tuple(fields.values()), stream)
+
+    def try_out(self, dtype: torch.dtype, *, patience: float) -> bool:
+        """One request that is about no slot, in front of all others: whether its reply comes within `patience` seconds.
+
+        It loads what both ends launch, and shows that the one GPU's writes arrive at the other; hidden states are of
+        `dtype`. Waits for it. Where there is none the drafter has fallen as by any other request.
+        """
+        device, terms = self._bridge.device, self._bridge.invitation().terms
+        batch = DraftBatch(
+            aux_hidden_states=torch.zeros(1, terms["aux_width"], dtype=dtype, device=device),
+            input_ids=torch.zeros(1, dtype=torch.int64, device=device),
+            row_start=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            num_valid=torch.ones(1, dtype=torch.int32, device=device),
+            draft_from=torch.ones(1, dtype=torch.bool, device=device),
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(1, dtype=torch.int64, device=device),
+            out_cache_loc=torch.zeros(1, dtype=torch.int64, device=device) if terms["num_kv_slots"] else None,
+        )
+        filled = _fill(self._binary.BatchTensors(), **_fields(batch))
+        return bool(self._client.try_out(filled, self._results, patience=patience, stream=current_stream(device)))
 
     def repeated(self, batch: DraftBatch) -> RepeatedAsk:
         """`draft` of verifications of this one's shape, at less CPU time; with a HostPool. The caller keeps what it

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace eaglex::bridge {
 
@@ -47,7 +48,10 @@ const char* name_of(Fault fault) noexcept {
 }
 
 DrafterLink::DrafterLink(const Terms& terms, LinkTiming timing)
-    : timing_(timing), covered_(static_cast<std::size_t>(terms.num_slots), -1) {}
+    : timing_(timing),
+      patience_(timing.deadline),
+      rest_(timing.rejoin_after),
+      covered_(static_cast<std::size_t>(terms.num_slots), -1) {}
 
 void DrafterLink::joined(std::uint64_t generation, const std::string& difference, Time now) {
   if (generation == generation_) return;
@@ -55,6 +59,8 @@ void DrafterLink::joined(std::uint64_t generation, const std::string& difference
   if (state_ == State::kDrafting || state_ == State::kReady) left(now);
   generation_ = generation;
   overdue_ = false;
+  rest_ = timing_.rejoin_after;  // how often its predecessor was late says nothing of this one
+  rejoin_at_ = std::min(rejoin_at_, now + rest_);
   if (difference.empty()) {
     state_ = State::kResting;
   } else {
@@ -103,8 +109,9 @@ void DrafterLink::forget(std::int64_t slot) {
   if (slot > 0 && slot < static_cast<std::int64_t>(covered_.size())) covered_[static_cast<std::size_t>(slot)] = -1;
 }
 
-void DrafterLink::asked(std::uint64_t epoch, Time now) {
+void DrafterLink::asked(std::uint64_t epoch, Time now, Clock::duration patience) {
   state_ = State::kDrafting;
+  patience_ = patience;
   anew_ = false;
   epoch_ = epoch;
   asked_at_ = now;
@@ -114,8 +121,8 @@ void DrafterLink::expired(Time now) {
   if (state_ != State::kDrafting) return;
   using std::chrono::duration_cast;
   using std::chrono::milliseconds;
-  fall(Fault::kLate, State::kResting,
-       concat("no reply within ", duration_cast<milliseconds>(timing_.deadline).count(), " ms"), now);
+  fall(Fault::kLate, State::kResting, concat("no reply within ", duration_cast<milliseconds>(patience_).count(), " ms"),
+       now);
   overdue_ = true;
 }
 
@@ -127,14 +134,15 @@ bool DrafterLink::replied(const Reply& reply, Time now) {
   }
   if (state_ != State::kDrafting || reply.epoch < epoch_) return false;
   if (reply.epoch > epoch_) {
-    fall(Fault::kBadReply, State::kRefused, concat("epoch of its reply: expected ", epoch_, ", got ", reply.epoch),
+    fall(Fault::kBadReply, State::kResting, concat("epoch of its reply: expected ", epoch_, ", got ", reply.epoch),
          now);
   } else if (reply.failed) {
     fall(Fault::kOwnFailure, State::kResting, "its engine failed", now);
   } else if (!reply.complaint.empty()) {
-    fall(Fault::kBadReply, State::kRefused, reply.complaint, now);
+    fall(Fault::kBadReply, State::kResting, reply.complaint, now);
   } else {
     state_ = State::kReady;
+    rest_ = timing_.rejoin_after;
     return true;
   }
   return false;
@@ -144,11 +152,17 @@ std::string DrafterLink::take_warning() {
   return std::exchange(warning_, {});
 }
 
+// An end says nothing of the process that comes next.
+Clock::duration DrafterLink::rest_after(Fault fault) {
+  if (fault == Fault::kGone || fault == Fault::kRefused) return timing_.rejoin_after;
+  return std::exchange(rest_, std::max(rest_, std::min(2 * rest_, kLongestRest)));
+}
+
 void DrafterLink::fall(Fault fault, State to, const std::string& why, Time now) {
   state_ = to;
   fallen_before_ = true;
   overdue_ = false;
-  rejoin_at_ = now + timing_.rejoin_after;
+  rejoin_at_ = now + rest_after(fault);
   std::fill(covered_.begin(), covered_.end(), -1);
   ++faults_[static_cast<std::size_t>(fault)];
   warning_ = concat("the dedicated drafter fell out of use (", name_of(fault), "): ", why,

@@ -38,9 +38,13 @@ inline constexpr int kNumFaults = 5;
 
 struct LinkTiming {
   Clock::duration deadline = std::chrono::seconds(1);  // for a reply
-  Clock::duration rejoin_after =
-      std::chrono::seconds(1);  // a fallen drafter is not used earlier: each fall may cost a deadline
+  // A fallen drafter is not used earlier, since each fall may cost a deadline; twice as long after each further fall
+  // without a good reply in between, up to kLongestRest.
+  Clock::duration rejoin_after = std::chrono::seconds(1);
+  // How long an announced request's rows may take, which come behind the target's forward.
+  Clock::duration rows_deadline = std::chrono::seconds(60);
 };
+inline constexpr Clock::duration kLongestRest = std::chrono::seconds(64);
 
 // Rank 0's view of a dedicated drafter. At most one request is out; whatever happens to the drafter, the answer is
 // "no draft" by the deadline, one complaint per fall, and a way back.
@@ -48,7 +52,7 @@ class DrafterLink {
  public:
   enum class State : std::uint8_t {
     kAbsent,    // nobody has joined, or the process has ended
-    kResting,   // fell; comes back when its overdue reply was read and rejoin_after has passed
+    kResting,   // fell; comes back when its overdue reply was read and it has rested
     kReady,     // the next request may go out
     kDrafting,  // a request is out
     kRefused,   // unusable until another process joins
@@ -78,8 +82,10 @@ class DrafterLink {
   // were missed.
   [[nodiscard]] bool anew() const { return anew_; }
   // A request has gone out.
-  void asked(std::uint64_t epoch, Time now);
-  [[nodiscard]] Time deadline() const { return asked_at_ + timing_.deadline; }
+  void asked(std::uint64_t epoch, Time now) { asked(epoch, now, timing_.deadline); }
+  void asked(std::uint64_t epoch, Time now, Clock::duration patience);
+  [[nodiscard]] Clock::duration patience() const { return patience_; }
+  [[nodiscard]] Time deadline() const { return asked_at_ + patience_; }
   // The deadline has passed without a reply.
   void expired(Time now);
 
@@ -100,6 +106,7 @@ class DrafterLink {
 
  private:
   void fall(Fault fault, State to, const std::string& why, Time now);
+  [[nodiscard]] Clock::duration rest_after(Fault fault);
 
   LinkTiming timing_;
   State state_ = State::kAbsent;
@@ -109,6 +116,8 @@ class DrafterLink {
   bool fallen_before_ = false;
   bool anew_ = true;
   Time asked_at_{};
+  Clock::duration patience_;  // with the request that is out
+  Clock::duration rest_;      // after the next fall
   Time rejoin_at_ = Time::min();
   std::vector<std::int64_t> covered_;  // [num_slots]
   std::array<std::int64_t, kNumFaults> faults_{};

@@ -8,9 +8,8 @@ namespace eaglex::bridge {
 namespace {
 
 constexpr std::size_t kExported = std::size_t{2} << 20;  // an exported allocation gets a block of its own
-constexpr std::chrono::seconds kRowsDeadline{10};  // rank 0's stream may have the target's forward in front of them
-constexpr std::chrono::seconds kPatience{2};       // of the drafter's device, for room in rank 0's inbox
-constexpr std::uint32_t kHello = 2;                // in place of ReplyHeader::failed
+constexpr std::chrono::seconds kPatience{2};             // of the drafter's device, for room in rank 0's inbox
+constexpr std::uint32_t kHello = 2;                      // in place of ReplyHeader::failed
 
 struct Announcement {
   std::uint64_t epoch;
@@ -18,7 +17,12 @@ struct Announcement {
   std::uint8_t aux_type;  // DType
   std::uint8_t anew;
   std::uint8_t padding[6];
+  std::uint64_t rows_ns;  // how long its rows may take
 };
+
+std::uint64_t ns_of(Clock::duration time) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
+}
 
 std::size_t at_least(std::size_t bytes) {
   return (bytes + kExported - 1) / kExported * kExported;
@@ -95,14 +99,13 @@ DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, const Rela
   channel_.inbox = static_cast<const Packet*>(inbox_.get());
   channel_.outcome = outcome_;
   channel_.overlaps = may_overlap(device);
-  channel_.deadline_ns =
-      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(timing.deadline).count());
   staging_ = device_memory(packets_of(terms.shape().max_bytes()) * 8);
   channel_.staging = static_cast<std::byte*>(staging_.get());
   status_ = pinned<PushStatus>();
   channel_.status = status_;
-  // A kernel that waits for a drafter that has ended leaves; `draft` takes the word back.
+  // A kernel that waits for a drafter that has ended leaves; `send` takes the word back.
   watcher_.start([this] {
+    const std::lock_guard lock(stopping_);
     if (group_.gone(group_.drafter())) static_cast<volatile PushStatus*>(status_)->stop = 1;
     return true;
   });
@@ -176,7 +179,7 @@ bool DeviceRelayClient::joined() {
 void DeviceRelayClient::settle() {
   if (link_.state() != DrafterLink::State::kDrafting) return;
   const volatile RelayOutcome& now = *outcome_;
-  const Time latest = Clock::now() + timing_.deadline + kRowsDeadline;  // a long forward may be in front of it
+  const Time latest = Clock::now() + link_.patience() + timing_.rows_deadline;
   while (now.epoch < epoch_) {
     if (group_.gone(group_.drafter())) return link_.left(Clock::now());
     if (Clock::now() > latest) return link_.expired(Clock::now());
@@ -188,6 +191,7 @@ void DeviceRelayClient::settle() {
     if (group_.gone(group_.drafter())) return link_.left(Clock::now());
     return link_.expired(Clock::now());
   }
+  // Where the rows came later than it waits for them, it replies without knowing whom they are of.
   const std::string complaint = code == PushCode::kSplit ? "its reply is for another batch" : "";
   const bool failed = code == PushCode::kFine && static_cast<Verdict>(now.verdict) == Verdict::kNoDraft;
   static_cast<void>(link_.replied({reached_, epoch_, failed, complaint}, Clock::now()));
@@ -204,35 +208,67 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
   if (terms.pooled()) {
     expect(static_cast<bool>(batch.out_cache_loc), ErrorCode::kShape, "out_cache_loc", "the rows' KV slots", "none");
   }
-  SendRows rows;
+  Asked asked;
   bool any = false;
   for (int lane = 0; lane < batch.batch; ++lane) {
     const auto i = static_cast<std::size_t>(lane);
     expect_range("req_pool_indices", lanes.slots.at(i), 0, terms.num_slots - 1);
     const bool asks = terms.pooled() ? lanes.slots[i] > 0 && (lanes.begins.at(i) != 0 || link_.covers(lanes.slots[i]))
                                      : link_.covers(lanes.slots[i], lanes.seq_lens.at(i));
-    if (asks) rows.wanted.add(lane), any = true;
-    if (asks && terms.pooled() && (lanes.begins[i] != 0 || lanes.rewritten.at(i) != 0)) rows.entries.add(lane);
+    if (asks) asked.wanted.add(lane), any = true;
+    if (asks && terms.pooled() && (lanes.begins[i] != 0 || lanes.rewritten.at(i) != 0)) asked.entries.add(lane);
     link_.forget(lanes.slots[i]);  // until these rows are on their way
   }
   if (!any || !link_.ready(now) || reached_ != group_.generation()) return Verdict::kNoDraft;
+  if (!send(batch, asked, results, timing_.deadline, stream)) return Verdict::kNoDraft;
+  for (int lane = 0; lane < batch.batch; ++lane) {
+    const auto i = static_cast<std::size_t>(lane);
+    if (asked.wanted.has(lane)) link_.cover(lanes.slots[i], terms.pooled() ? 0 : lanes.new_lens.at(i));
+  }
+  return Verdict::kDraft;
+}
+
+bool DeviceRelayClient::try_out(const DraftBatch& batch, const DraftResults& results, Clock::duration patience,
+                                Stream stream) {
+  settle();
+  const Time now = Clock::now();
+  look(now);
+  drain(now);
+  if (!link_.ready(now) || reached_ != group_.generation()) return false;
+  ++epoch_;
+  if (!send(batch, {}, results, patience, stream)) return false;
+  settle();
+  return link_.state() == DrafterLink::State::kReady;
+}
+
+bool DeviceRelayClient::send(const DraftBatch& batch, const Asked& asked, const DraftResults& results,
+                             Clock::duration patience, Stream stream) {
+  const Terms& terms = group_.terms();
+  const Time now = Clock::now();
   const std::span<std::byte> out = group_.rows().reserve(Time::min(), nullptr);
   if (out.empty()) {  // it holds on to four requests although at most one is out
     link_.asked(epoch_, now);
     link_.expired(now);
-    return Verdict::kNoDraft;
+    return false;
   }
-  static_cast<volatile PushStatus*>(status_)->stop = 0;  // of a drafter that ended before this one came
+  {
+    const std::lock_guard lock(stopping_);
+    static_cast<volatile PushStatus*>(status_)->stop = 0;  // of a drafter that ended before this one came
+  }
   const Announcement told = {epoch_,
                              batch.batch,
                              batch.num_rows,
                              static_cast<std::uint8_t>(batch.aux_type),
                              link_.anew() ? std::uint8_t{1} : std::uint8_t{0},
-                             {}};
+                             {},
+                             ns_of(timing_.rows_deadline)};
   std::memcpy(out.data(), &told, sizeof told);
   group_.rows().publish(sizeof told);
   const OnDevice here(device_);
+  SendRows rows;
   rows.batch = batch;
+  rows.wanted = asked.wanted;
+  rows.entries = asked.entries;
   rows.table = table_;
   rows.results = results;
   rows.num_slots = terms.num_slots;
@@ -242,18 +278,15 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
   rows.finished = reinterpret_cast<unsigned long long*>(static_cast<std::byte*>(state_.get()) + sizeof(PushState));
   launch_send_rows(rows, terms.aux_width, stream);
   channel_.epoch = epoch_;
+  channel_.deadline_ns = ns_of(patience);
   LaneList kept;
   kept.count = batch.batch;
   kept.slots = kept_.slots;
   kept.lens = kept_.lens;
   kept.num_valid = kept_.num_valid;
   launch_receive(channel_, results, terms.num_slots, kept, stream);
-  link_.asked(epoch_, now);
-  for (int lane = 0; lane < batch.batch; ++lane) {
-    const auto i = static_cast<std::size_t>(lane);
-    if (rows.wanted.has(lane)) link_.cover(lanes.slots[i], terms.pooled() ? 0 : lanes.new_lens.at(i));
-  }
-  return Verdict::kDraft;
+  link_.asked(epoch_, now, patience);
+  return true;
 }
 
 // -------------------------------------------------------------------------------------------------------- drafter
@@ -279,6 +312,11 @@ DeviceRelayServer::DeviceRelayServer(Group& group, const RelayHost& own, const s
   channel_.inboxes[0] = static_cast<Packet*>(inbox_.get());
   channel_.status = status_;
   channel_.overlaps = may_overlap(device);
+  // A kernel that waits for rows of a rank 0 that has ended leaves.
+  watcher_.start([this] {
+    if (group_.gone(0)) static_cast<volatile PushStatus*>(status_)->stop = 1;
+    return true;
+  });
   const std::string handle = exported(box_memory_.get());
   const ReplyHeader hello = {generation_, kHello, 0};
   const std::span<std::byte> out = group.replies().reserve(Clock::now() + std::chrono::seconds(60), nullptr);
@@ -290,6 +328,7 @@ DeviceRelayServer::DeviceRelayServer(Group& group, const RelayHost& own, const s
 }
 
 DeviceRelayServer::~DeviceRelayServer() {
+  watcher_.stop();
   static_cast<volatile PushStatus*>(status_)->stop = 1;
   const OnDevice here(device_);
   inbox_.reset();
@@ -316,8 +355,7 @@ std::optional<RowsView> DeviceRelayServer::next(Clock::duration wait, Stream str
   num_lanes_ = told.num_lanes;
   anew_ = told.anew != 0;
   const OnDevice here(device_);
-  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(kRowsDeadline).count();
-  launch_take_rows({box_, table_, num_lanes_, epoch_, static_cast<std::uint64_t>(ns), status_}, stream);
+  launch_take_rows({box_, table_, num_lanes_, epoch_, told.rows_ns, status_}, stream);
   RowsView rows;
   rows.epoch = epoch_;
   rows.anew = anew_;
@@ -336,7 +374,7 @@ void DeviceRelayServer::reply(const DraftResults& results, Verdict verdict, Stre
   const Terms& terms = group_.terms();
   const OnDevice here(device_);
   channel_.epoch = epoch_;
-  channel_.deadline_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(kPatience).count());
+  channel_.deadline_ns = ns_of(kPatience);
   LaneList lanes;
   lanes.count = num_lanes_;
   lanes.slots = box_.slots;

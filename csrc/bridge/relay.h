@@ -4,6 +4,8 @@
 // and drafts go through host memory (DrafterClient).
 #pragma once
 
+#include <mutex>
+
 #include "bridge/device.h"
 #include "bridge/relay_ends.h"
 
@@ -83,10 +85,18 @@ class DeviceRelayClient final : public RelayClient {
 
   [[nodiscard]] std::string offer() const override;
   Verdict draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results, Stream stream) override;
+  [[nodiscard]] bool try_out(const DraftBatch& batch, const DraftResults& results, Clock::duration patience,
+                             Stream stream) override;
   [[nodiscard]] bool joined() override;
   [[nodiscard]] DrafterLink& link() override { return link_; }
 
  private:
+  // Lanes of a batch that are asked about, and of them those whose row of the host's table travels.
+  struct Asked {
+    LaneMask wanted, entries;
+  };
+  bool send(const DraftBatch& batch, const Asked& asked, const DraftResults& results, Clock::duration patience,
+            Stream stream);
   void look(Time now);
   void drain(Time now);
   void settle();
@@ -102,6 +112,7 @@ class DeviceRelayClient final : public RelayClient {
   OpenedMemory box_;
   std::uint64_t reached_ = 0;  // the generation whose box this is
   PushStatus* status_ = nullptr;
+  std::mutex stopping_;  // who writes status_->stop
   RelayOutcome* outcome_ = nullptr;
   PushChannel channel_;
   std::uint64_t epoch_ = 0;
@@ -131,6 +142,7 @@ class DeviceRelayServer final : public RelayServer {
   PushChannel channel_;
   std::uint64_t epoch_ = 0;
   int num_lanes_ = 0;
+  Watcher watcher_;
 };
 
 }  // namespace eaglex::bridge

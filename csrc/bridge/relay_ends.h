@@ -43,6 +43,10 @@ class RelayClient {
   // `stream`. kNoDraft where nothing was asked, and then nothing was enqueued.
   virtual Verdict draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results,
                         Stream stream) = 0;
+  // A request of padded lanes, before there are others: loads what both ends launch, and shows that rows and replies
+  // arrive. Waits for the reply, `patience` at most behind what `stream` has to do; whether it came and fits.
+  [[nodiscard]] virtual bool try_out(const DraftBatch& batch, const DraftResults& results, Clock::duration patience,
+                                     Stream stream) = 0;
   // Whether a drafter has joined and said how to reach it, or was refused, or has left again.
   [[nodiscard]] virtual bool joined() = 0;
   [[nodiscard]] virtual DrafterLink& link() = 0;

@@ -111,11 +111,11 @@ __global__ void take_rows_kernel(const __grid_constant__ TakeRows rows) {
   wait_for_producers();
   if (threadIdx.x == 0) {
     const std::uint64_t begun = now_ns();
-    bool come = read_now(rows.from.arrived) == rows.epoch;
-    while (!come && now_ns() - begun < rows.deadline_ns && read_now(&rows.status->stop) == 0) {
-      for (unsigned i = 0; i < 1000 && !come; ++i) come = read_now(rows.from.arrived) == rows.epoch;
+    std::uint64_t latest = read_now(rows.from.arrived);  // later ones mean that these will not come
+    while (latest < rows.epoch && now_ns() - begun < rows.deadline_ns && read_now(&rows.status->stop) == 0) {
+      for (unsigned i = 0; i < 1000 && latest < rows.epoch; ++i) latest = read_now(rows.from.arrived);
     }
-    there = come ? 1 : 0;
+    there = latest == rows.epoch ? 1 : 0;
     __threadfence_system();  // the rows were written before the epoch was
   }
   __syncthreads();

@@ -12,7 +12,7 @@
 namespace eaglex::bridge {
 
 // Raised whenever the bytes or the order of messages change: members of different versions refuse each other.
-inline constexpr std::int32_t kProtocolVersion = 3;
+inline constexpr std::int32_t kProtocolVersion = 4;
 inline constexpr int kMaxRanks = 64;
 
 using GroupId = std::array<std::uint64_t, 2>;  // random, so that no two groups of a host can meet

@@ -259,7 +259,7 @@ TEST_CASE("made for something else") {
   std::string expected;
   SUBCASE("another version") {
     other.version = 9;
-    expected = "protocol version: expected 3 as in the group, got 9";
+    expected = "protocol version: expected 4 as in the group, got 9";
   }
   SUBCASE("another target") {
     other.aux_width = 6;

@@ -159,7 +159,7 @@ TEST_CASE("terms that differ are told by name") {
   other.vocab_size = 101;
   CHECK(difference(terms(), other) == "vocab_size: expected 100 as in the group, got 101");
   other.version = 9;
-  CHECK(difference(terms(), other) == "protocol version: expected 3 as in the group, got 9");
+  CHECK(difference(terms(), other) == "protocol version: expected 4 as in the group, got 9");
 }
 
 TEST_CASE("terms that cannot be are refused") {
@@ -224,6 +224,69 @@ TEST_CASE("late: no draft, one warning, and back when its reply has come and it 
   world.link.expired(world.now);
   CHECK(world.count(Fault::kLate) == 2);
   CHECK_FALSE(world.link.take_warning().empty());
+}
+
+TEST_CASE("late again and again: it rests twice as long each time, until it answers in time or ends") {
+  World world;
+  world.join();
+  std::uint64_t epoch = 0;
+  // The rest after one more late reply, in ms, which itself comes soon.
+  const auto rest = [&] {
+    REQUIRE(world.link.ready(world.now));
+    world.link.asked(++epoch, world.now);
+    world.now += 100ms;
+    world.link.expired(world.now);
+    CHECK_FALSE(world.reply(epoch));
+    const Time fell = world.now;
+    while (!world.link.ready(world.now)) world.now += 500ms;
+    return (world.now - fell) / 1ms;
+  };
+  for (const int expected : {1000, 2000, 4000, 8000, 16000, 32000, 64000, 64000}) CHECK(rest() == expected);
+  SUBCASE("it answers") {
+    world.link.asked(++epoch, world.now);
+    CHECK(world.reply(epoch));
+  }
+  SUBCASE("another process comes, which need not wait for the rest of its predecessor's") {
+    world.link.asked(++epoch, world.now);
+    world.link.expired(world.now);
+    world.link.left(world.now);
+    world.now += 1000ms;
+    world.join(2);
+    world.now += 1000ms;
+    REQUIRE(world.link.ready(world.now));
+    world.link.asked(++epoch, world.now);
+    CHECK(world.reply(epoch, 2));
+    world.link.asked(++epoch, world.now);
+    world.link.expired(world.now);
+    CHECK_FALSE(world.reply(epoch, 2));
+    world.now += 1000ms;
+    CHECK(world.link.ready(world.now));
+    return;
+  }
+  CHECK(rest() == 1000);
+}
+
+TEST_CASE("an engine that fails again and again is asked less and less") {
+  World world;
+  world.join();
+  for (const auto expected : {1000ms, 2000ms, 4000ms}) {
+    REQUIRE(world.link.ready(world.now));
+    world.link.asked(7, world.now);
+    CHECK_FALSE(world.link.replied({1, 7, true, {}}, world.now));
+    world.now += expected - 1ms;
+    CHECK_FALSE(world.link.ready(world.now));
+    world.now += 1ms;
+  }
+}
+
+TEST_CASE("a request that is given more time is late later") {
+  World world;
+  world.join();
+  REQUIRE(world.link.ready(world.now));
+  world.link.asked(7, world.now, 3000ms);
+  CHECK(world.link.deadline() == world.now + 3000ms);
+  world.link.expired(world.now + 3000ms);
+  CHECK(world.link.take_warning().find("no reply within 3000 ms") != std::string::npos);
 }
 
 TEST_CASE("a late reply that comes soon does not bring it back at once") {
@@ -305,7 +368,6 @@ TEST_CASE("a reply that does not belong to what was asked") {
   REQUIRE(world.link.ready(world.now));
   world.link.asked(7, world.now);
   Fault fault = Fault::kBadReply;
-  State state = State::kRefused;
   SUBCASE("of the future") {
     CHECK_FALSE(world.reply(8));
   }
@@ -315,11 +377,12 @@ TEST_CASE("a reply that does not belong to what was asked") {
   SUBCASE("of an engine that failed") {
     CHECK_FALSE(world.link.replied({1, 7, true, "verdict"}, world.now));
     fault = Fault::kOwnFailure;
-    state = State::kResting;
   }
-  CHECK(world.link.state() == state);
+  CHECK(world.link.state() == State::kResting);
   CHECK(world.count(fault) == 1);
   CHECK_FALSE(world.link.take_warning().empty());
+  world.now += 1000ms;
+  CHECK(world.link.ready(world.now));  // what it missed or mistook is over with its rest
 }
 
 TEST_CASE("only requests whose whole prefix it was given are asked about") {

@@ -106,7 +106,7 @@ TEST_CASE("who may join") {
   CHECK(join(other, kId, 1) == "num_slots: expected 4 as in the group, got 5 on rank 1");
   other = terms();
   other.version = 9;
-  CHECK(join(other, kId, 1) == "protocol version: expected 3 as in the group, got 9 on rank 1");
+  CHECK(join(other, kId, 1) == "protocol version: expected 4 as in the group, got 9 on rank 1");
   CHECK(join(terms(), kId, 2) == "rank: expected in 1..1, got 2");
   CHECK(join(terms(), kId, 0) == "rank: expected in 1..1, got 0");
   const Group one = Group::join(group.address(), terms(), kId, 1);

@@ -56,7 +56,7 @@ def between_gpus(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> I
         script = str(Path(emulated.__file__).with_name("emulated_drafter.py"))
         folders = [str(emulated.ROOT), str(emulated.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(folders))
-        patch.setattr(dedicated, "command_of", lambda job: [sys.executable, script, str(module), job])
+        patch.setattr(dedicated, "COMMAND", (sys.executable, script, str(module)))
         chosen = setting.options | {"transport": "p2p"}
         with started(dataclasses.replace(setting, options=chosen), seed, rank, size) as host:
             draft = host.worker._draft_worker
@@ -244,6 +244,56 @@ def test_a_device_that_fails_and_a_process_that_does_not_start_cost_drafts_alone
             for _ in range(3):
                 settled(host, drafts=False)
         assert "was not started again: Cannot allocate memory" in caplog.text
+
+
+@pytest.mark.timeout(400)
+def test_a_trial_goes_ahead_of_requests_and_a_drafter_that_does_not_answer_it_stops_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started_ones: list[dedicated.DrafterProcess] = []
+    start, try_out = dedicated.DrafterProcess.__init__, eaglex.bridge_dedicated.RelayClient.try_out
+
+    def starts(self: dedicated.DrafterProcess, *arguments: Any) -> None:
+        start(self, *arguments)
+        started_ones.append(self)
+
+    def in_vain(self: Any, dtype: torch.dtype, *, patience: float) -> bool:
+        assert patience > 10
+        os.kill(started_ones[0].pid, signal.SIGSTOP)
+        return try_out(self, dtype, patience=0.5)
+
+    monkeypatch.setattr(dedicated.DrafterProcess, "__init__", starts)
+    monkeypatch.setattr(eaglex.bridge_dedicated.RelayClient, "try_out", in_vain)
+    with between_gpus(Setting(overlap=False, options=OPTIONS), 4) as host:
+        draft = host.worker._draft_worker
+        assert draft.counters()["late"] == 1
+        assert "did not answer a trial; the server starts without drafts" in caplog.text
+        alone(host, None)
+        settled(host, drafts=False)
+        os.kill(draft.process.pid, signal.SIGCONT)
+        time.sleep(1.5)  # it replies, and has rested
+        for request in host.running:
+            request.expected = reference.Draft.none()
+        alone(host, None)
+        settled(host, drafts=True)
+        assert host.drafted == 1
+        assert draft.counters()["returns"] == 1
+
+
+def test_a_drafter_on_a_gpu_of_the_target_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from eaglex.hosts.sglang import engine_arguments
+
+    args = SimpleNamespace(device="cuda", base_gpu_id=2, gpu_id_step=2, tp_size=2)
+    ranks = [engine_arguments.rank_on(args, f"cuda:{index}") for index in range(6)]
+    assert ranks == [None, None, 0, None, 1, None]
+    with started(Setting(options=OPTIONS), 1):
+        assert "shares" not in caplog.text
+    monkeypatch.setattr(engine_arguments, "rank_on", lambda args, device: 1)
+    with started(Setting(options=OPTIONS), 1) as host:
+        slots = host.setting.pool + host.setting.page_size
+        assert f"shares cpu with rank 1 of the target: its K and V of {slots} slots (" in caplog.text
 
 
 class Tolerant:

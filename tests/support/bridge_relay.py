@@ -6,6 +6,7 @@ transport shm all of it goes through host memory, and the drafter alone is on th
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import datetime
 import json
@@ -21,6 +22,7 @@ from eaglex.bridge import Bridge, HostPool, Invitation, LinkOptions
 from eaglex.bridge_dedicated import DrafterClient, DrafterPool, RelayClient, RelayServer, join_as_drafter
 from eaglex.engine import DraftBatch, DraftResults, current_stream
 from eaglex.errors import BridgeError, DeviceError
+from support import emulated
 from support.bridge_engine import LAYOUT, LIMITS, SPECULATION, Cycle, digest_of, joined, make_rig, taken
 from support.bridge_world import Plan, device_of
 from support.models import make_config
@@ -155,6 +157,7 @@ class RelayRank:
         self.warnings: list[str] = []
         self.longest = 0.0
         if self.rank == 0:
+            self.bridge.deadline = plan.rows_deadline or plan.deadline
             self.rig = make_rig(plan.device == "cuda")
             options = LinkOptions(deadline=plan.drafter_deadline, rejoin_after=0.2)
             kind: Any = DrafterClient if plan.transport == "shm" else RelayClient
@@ -172,7 +175,7 @@ class RelayRank:
         if self.rank == 0:
             batch = cycle.batch(self.rig)
             begun = time.monotonic()
-            if self.ask(batch, slots, lens, new_lens):
+            if self.asked_late(batch, slots, lens, new_lens):
                 self.push(slots, new_lens)
             else:
                 self.bridge.push(slots, new_lens, draft=False)
@@ -184,6 +187,19 @@ class RelayRank:
             self.receive(slots, new_lens)
         self.seen.append(taken(self.results, slots))
         cycle.add_to(self.lengths)
+
+    def asked_late(self, batch: DraftBatch, slots: list[int], lens: list[int], new_lens: list[int]) -> bool:
+        """`ask`, by the plan behind work that takes the device a while, as the target's forward may."""
+        late = self.plan.rows_late
+        if late is None or late[0] != len(self.seen):
+            return self.ask(batch, slots, lens, new_lens)
+        if self.plan.device == "cuda":
+            torch.cuda._sleep(int(late[1] * 2e9))  # cycles of at most 2 GHz
+            return self.ask(batch, slots, lens, new_lens)
+        with emulated.held(ctypes.CDLL(self.bridge._binary.__file__)):
+            drafted = self.ask(batch, slots, lens, new_lens)
+            time.sleep(late[1])
+        return drafted
 
     def ask(self, batch: DraftBatch, slots: list[int], lens: list[int], new_lens: list[int]) -> bool:
         begins = [length == 0 for length in lens]

@@ -51,6 +51,16 @@ def load_fake_nccl(path: Path) -> None:
     fake.fake_nccl_driver(*(ctypes.cast(end, ctypes.c_void_p) for end in ends))
 
 
+@contextlib.contextmanager
+def held(library: ctypes.CDLL) -> Iterator[None]:
+    """What is launched until the end waits for it."""
+    library.eaglex_emulator_hold()
+    try:
+        yield
+    finally:
+        library.eaglex_emulator_release()
+
+
 class Emulator:
     """Engines that are built while `installed` run the CUDA backend on tensors of the CPU."""
 
@@ -68,11 +78,8 @@ class Emulator:
     @contextlib.contextmanager
     def lagging(self) -> Iterator[None]:
         """Until the end the device works only when waited for, and does one launch when asked how far it is."""
-        self._library.eaglex_emulator_hold()
-        try:
+        with held(self._library):
             yield
-        finally:
-            self._library.eaglex_emulator_release()
 
     @property
     def pending(self) -> int:

@@ -27,10 +27,11 @@ CASES: dict[str, tuple[dict[str, object], str, str]] = {
     "stopped-drafting": ({"drafter_ends": (ENDS, signal.SIGSTOP, "within")}, "late", "no reply within "),
     "late": ({}, "late", "no reply within "),
     "failing": ({"drafter_fails_at": ENDS, "pause_at": (CYCLES - 3, 0.5)}, "own_failure", "its engine failed"),
+    "rows-late": ({}, "bad_reply", "its reply is for another batch"),
     "other-sizes": ({"drafter_terms": {"max_rows": 64}}, "refused", "max_rows: expected 128"),
     "other-version": ({"drafter_terms": {"version": 1}}, "refused", "version: expected"),
 }
-COMES_BACK = ("late", "failing")
+COMES_BACK = ("late", "failing", "rows-late")
 
 
 def ran(plan: Plan, folder: Path, emulated: Path | None = None) -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -50,6 +51,8 @@ def check(name: str, folder: Path, *, device: str, emulated: Path | None = None,
     deadline = DEADLINE[device] if fault == "late" else PATIENT
     if name == "late":  # it comes back while rank 0 pauses
         fields = {"drafter_late": (ENDS, 1.5 * deadline), "pause_at": (CYCLES - 3, deadline)}
+    if name == "rows-late":  # than the drafter waits for them
+        fields = {"rows_deadline": 2.0, "rows_late": (ENDS, 3.5), "pause_at": (CYCLES - 3, 1.0)}
     plan = Plan(**{  # type: ignore[arg-type]
         "device": device, "transport": "p2p", "ranks": 2, "cycles": CYCLES, "drafter_deadline": deadline,
         **fields, **changes})  # fmt: skip

@@ -22,7 +22,7 @@ from eaglex.bridge_dedicated import DrafterClient, RelayClient
 from eaglex.drafter import Job
 from eaglex.errors import BridgeError
 from eaglex.hosts import dedicated
-from eaglex.hosts.sglang import engine_arguments
+from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.following import FollowingSide
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified, cut
 from eaglex.packed import DraftQuant
@@ -78,6 +78,8 @@ class DedicatedDraft(FollowingSide):
     """Asks the drafter, with all it needs to follow the host's table, and tells the other ranks what it says."""
 
     EVERY = 64  # cycles between two looks at the drafter's counters
+    # Seconds for the reply to the first request, of no slot: kernels are loaded for it on both ends.
+    TRIAL_SECONDS = 30.0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -111,12 +113,25 @@ class DedicatedDraft(FollowingSide):
         kind = DrafterClient if bridge.transport == "shm" else RelayClient
         options = LinkOptions(deadline=self.options.drafter_deadline)
         self._client = kind(bridge, self.config, options, req_to_token_pool.req_to_token)
-        self.process = dedicated.DrafterProcess(dedicated.command_of(self._job().to_json()))
+        self._warn_of_shared_device()
+        self.process = dedicated.DrafterProcess(dedicated.COMMAND, self._job().to_json())
         weakref.finalize(self, self.process.close)
 
     @property
     def _drafter_device(self) -> str:
         return engine_arguments.drafter_device_of(self.server_args, self.options)
+
+    def _warn_of_shared_device(self) -> None:
+        """A drafter on one of the target's GPUs has memory that the host has counted as the target's."""
+        rank = engine_arguments.rank_on(self.server_args, self._drafter_device)
+        if rank is not None:
+            logger.warning(
+                "EAGLEX: the drafter shares %s with rank %d of the target: its K and V of %d slots (%.2f GB), weights "
+                "and embedding come on top of what mem_fraction_static gives to the target, and the two take "
+                "turns. Lower mem_fraction_static for them, or leave out drafter_device.",
+                self._drafter_device, rank, self._pool.num_kv_slots,
+                self._pool.num_kv_slots * draft_memory.kv_bytes_per_token(self.config, self.kv_dtype) / 1e9,
+            )  # fmt: skip
 
     def _job(self) -> Job:
         args, options, speculation = self.server_args, self.options, self.speculation
@@ -126,6 +141,7 @@ class DedicatedDraft(FollowingSide):
             target=args.model_path,
             draft=args.speculative_draft_model_path,
             revision=args.speculative_draft_model_revision,
+            target_revision=args.revision,
             aux_layer_ids=None if options.aux_layer_ids is None else list(options.aux_layer_ids),
             convention=None if options.convention is None else options.convention.value,
             dtype=str(self.kv_dtype).removeprefix("torch."),
@@ -153,18 +169,20 @@ class DedicatedDraft(FollowingSide):
                     f"dedicated drafter: expected it to join within {self.options.join_deadline:g} s, got no word"
                 )
             time.sleep(0.02)
+        client, where = self.client, (self.process.pid, self._drafter_device)
+        tried = not isinstance(client, RelayClient) or client.try_out(self.kv_dtype, patience=self.TRIAL_SECONDS)
         self._tell_of_drafter()
-        logger.info(
-            "EAGLEX: process %d drafts on %s, in the KV slots of this server; it takes nothing of the target's memory.",
-            self.process.pid, self._drafter_device,
-        )  # fmt: skip
+        if tried:
+            logger.info("EAGLEX: process %d drafts on %s, in the KV slots of this server.", *where)
+        else:
+            logger.warning("EAGLEX: process %d on %s did not answer a trial; the server starts without drafts.", *where)
 
     def begin(self, batch: Any) -> None:
         """Remember what the host knows of this batch until its draft is enqueued."""
         slots = batch.req_pool_indices_cpu.tolist()
         self._known = Known(slots, self._rewritten.take(slots))
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """The target's weights have changed: the drafter keeps what it has read of the target's files."""
         if self.facts.borrowed and not self._warned_of_weights:
             self._warned_of_weights = True
