@@ -89,18 +89,16 @@ class DraftQuant:
     def parse(cls, text: str) -> DraftQuant:
         """`none`, `fp8`, `int4`, or parts as in `head=int4,mlp=fp8`. Raises ConfigError.
 
-        `int4` is INT4 where it costs little, mlp and qkv, and FP8 in head and o: INT4 in every part costs more than
-        3 % of the accept length, however its scales are chosen (docs/precision.md).
+        The head is INT4 with both, as its best scores are made exact; `int4` has mlp and qkv in INT4 beside it and o in
+        FP8, which costs next to no bytes (docs/precision.md).
         """
         if text == Auto.AUTO.value:
             raise ConfigError(
                 f"draft_quant: expected {', '.join(_WORDS)} or part=precision, got auto, which measures and so needs "
                 "the weights on their device: eaglex generate --draft-quant auto prints what it chooses"
             )
-        if text == Precision.INT4.value:
-            return cls(head=Precision.FP8, mlp=Precision.INT4, qkv=Precision.INT4, o=Precision.FP8)
         if text in _WORDS:
-            return cls.every(Precision(text))
+            return _OF_WORD[Precision(text)]
         chosen: dict[str, Precision] = {}
         for item in text.split(","):
             part, equals, word = item.strip().partition("=")
@@ -119,9 +117,14 @@ class DraftQuant:
 
     def __str__(self) -> str:
         words = [f"{f.name}={p.value}" for f in dataclasses.fields(self) if (p := getattr(self, f.name)) is not None]
-        if len({self.head, self.mlp, self.qkv, self.o}) == 1 and self.head is not None:
-            return self.head.value
-        return ",".join(words) or "as stored"
+        return Precision.NONE.value if self == DraftQuant.every(Precision.NONE) else ",".join(words) or "as stored"
+
+
+_OF_WORD = {
+    Precision.NONE: DraftQuant.every(Precision.NONE),
+    Precision.FP8: DraftQuant(head=Precision.INT4, mlp=Precision.FP8, qkv=Precision.FP8, o=Precision.FP8),
+    Precision.INT4: DraftQuant(head=Precision.INT4, mlp=Precision.INT4, qkv=Precision.INT4, o=Precision.FP8),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -74,7 +74,7 @@ def test_cost_by_precision():
     assert every.step_bytes == pytest.approx(749e6 / 4 * 1.031, rel=0.002)
 
 
-@pytest.mark.parametrize("word", ["fp8", "int4", "head=int4,qkv=fp8"])
+@pytest.mark.parametrize("word", ["fp8", "int4", "head=fp8,mlp=int4", "head=int4,qkv=fp8"])
 def test_cost_counts_the_packed_tensors_that_are_made(word):
     quant = DraftQuant.parse(word)
     facts = examine(DRAFT, target=TARGET)
@@ -92,7 +92,7 @@ def test_report_by_precision(capsys):
     options = ["--bandwidth", "2", "--draft-quant", "fp8", "--json"]
     code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, *options)
     found = json.loads(out)
-    assert found["draft_quant"] == "fp8"
+    assert found["draft_quant"] == "head=int4,mlp=fp8,qkv=fp8,o=fp8"
     assert found["step_bytes"] == found["by_draft_quant"]["fp8"]["step_bytes"]
     assert found["step_floor_us"] == found["by_draft_quant"]["fp8"]["step_floor_us"]
     assert found["by_draft_quant"]["none"]["step_floor_us"] == found["by_draft_quant"]["none"]["step_bytes"] / 2e6

@@ -1,8 +1,9 @@
 """`--draft-quant auto`: the precision of each part, by measured time and agreement, with the figures behind it.
 
-Every part is measured alone in FP8 and, but for the head, in INT4. Seconds add up over parts, since kernels run one
-after another, and so do lost agreements (docs/precision.md); the best recipe by those sums is then measured itself,
-beside FP8 and INT4 for all parts, and the best measured one is taken. A recipe's score is tokens per second at batch 1,
+Every part is measured alone in FP8 and in INT4, a head in INT4 with its best scored again. Seconds add up over parts,
+since kernels run one after another, and so do lost agreements (docs/precision.md); the best recipe by those sums is
+then measured itself, beside `fp8` and `int4`, and the best measured one is taken. A recipe's score is tokens per second
+at batch 1,
 
     (1 + a + a² + … + a^K) / (verification + cycle),    a = accept · (1 - loss · (1 - same best token))
 
@@ -42,8 +43,6 @@ NEAR = 0.005  # scores closer than this, or than two runs of one draft, are equa
 _ROUNDS, _CYCLES, _MOST_CYCLES, _ROUND_SECONDS, _LEAST_ROUND = 12, 3, 50, 0.4, 0.01
 _DRAFT_SECONDS = 2.0  # for drafts from the text's rows
 _LOW = (Precision.FP8, Precision.INT4)
-# A head in INT4 costs most of all parts, and no choice of scales holds it within 3 % (docs/precision.md).
-_NEVER = ((Part.HEAD, Precision.INT4),)
 _READ_BY_STEPS = ("norm", "lm_head")  # and the layers; fc once per cycle, of the embedding a row
 
 
@@ -109,7 +108,7 @@ def choose(
     alone: dict[tuple[Part, Precision], Measured] = {}
     parts = _plain_parts(weights)
     left = [(part, precision) for part in parts for precision in _LOW if _fits(weights, part, precision)]
-    whole = len(left) == len(Part) * len(_LOW) - len(_NEVER)
+    whole = len(left) == len(Part) * len(_LOW)
     while left and time.perf_counter() - begun < SECONDS:
         part, precision = left.pop(0)
         alone[part, precision] = bench.measure(DraftQuant(**{part.value: precision}))
@@ -243,8 +242,6 @@ class _Bench:
 
 def _fits(weights: DraftWeights, part: Part, precision: Precision) -> bool:
     """INT4 rows begin at a byte, so they have an even number of inputs."""
-    if (part, precision) in _NEVER:
-        return False
     shapes = [weight.shape for name, weight in weights.named() if part_of(name) is part]
     return precision is not Precision.INT4 or all(shape[1] % 2 == 0 for shape in shapes)
 

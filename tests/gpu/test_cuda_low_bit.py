@@ -12,7 +12,7 @@ import pytest
 import test_rescored_head
 import torch
 from support.cuda_rig import CudaRig
-from support.models import EVERY_INT4, random_weights
+from support.models import EVERY_FP8, EVERY_INT4, random_weights
 from support.rig import Ask, Layout
 from support.streamed import STREAMS, StreamedRig, make_streamed_config
 from test_cuda_fast import CHAIN, SHAPES, TREE, drive, schedule
@@ -25,7 +25,7 @@ from eaglex.weights import DraftWeights
 pytestmark = pytest.mark.gpu
 
 # With "half rotary, odd sizes" INT4's groups straddle the halves of qkv's inputs, which then streams in bf16.
-QUANTS = ("fp8", EVERY_INT4, "int4", "head=fp8,mlp=int4,o=fp8", "qkv=int4,o=int4")
+QUANTS = (EVERY_FP8, EVERY_INT4, "fp8", "int4", "head=fp8,mlp=int4,o=fp8", "qkv=int4,o=int4")
 LAYOUT = {"num_slots": 40, "max_batch": 32, "max_rows": 512}
 
 
@@ -152,7 +152,7 @@ def other_scales(weights: DraftWeights) -> DraftWeights:
     return dataclasses.replace(weights, layers=layers, lm_head=changed(weights.lm_head, torch.float32))
 
 
-@pytest.mark.parametrize("quant", ["fp8", EVERY_INT4])
+@pytest.mark.parametrize("quant", [EVERY_FP8, EVERY_INT4])
 def test_scales_without_tiles_of_their_own_stream_in_bf16(quant) -> None:
     config = make_streamed_config(**SHAPES["gqa"])
     rig = make_rig(config, CHAIN, other_scales(packed_weights(config, quant)))

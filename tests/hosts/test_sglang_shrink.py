@@ -41,7 +41,7 @@ def played(host: Host, quant: str, hot: Path | None = None) -> None:
 def test_few_bits(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "eaglex")
     with made_host(Setting(options={"draft_quant": "int4"})) as host:
-        assert "EAGLEX: the draft's matrices: head=fp8,mlp=int4,qkv=int4,o=fp8." in caplog.messages
+        assert "EAGLEX: the draft's matrices: head=int4,mlp=int4,qkv=int4,o=fp8." in caplog.messages
         held = [kept for kept in host.worker._draft_worker.engine._bound if isinstance(kept, PackedWeight)]
         assert len(held) == 8
         played(host, "int4")
