@@ -89,8 +89,8 @@ class DraftQuant:
     def parse(cls, text: str) -> DraftQuant:
         """`none`, `fp8`, `int4`, or parts as in `head=int4,mlp=fp8`. Raises ConfigError.
 
-        The head is INT4 with both, as its best scores are made exact; `int4` has mlp and qkv in INT4 beside it and o in
-        FP8, which costs next to no bytes (docs/precision.md).
+        `fp8` has the head in INT4, as its best scores are made exact, and FP8 in the other parts; `int4` INT4 in all
+        (docs/precision.md).
         """
         if text == Auto.AUTO.value:
             raise ConfigError(
@@ -120,11 +120,8 @@ class DraftQuant:
         return Precision.NONE.value if self == DraftQuant.every(Precision.NONE) else ",".join(words) or "as stored"
 
 
-_OF_WORD = {
-    Precision.NONE: DraftQuant.every(Precision.NONE),
-    Precision.FP8: DraftQuant(head=Precision.INT4, mlp=Precision.FP8, qkv=Precision.FP8, o=Precision.FP8),
-    Precision.INT4: DraftQuant(head=Precision.INT4, mlp=Precision.INT4, qkv=Precision.INT4, o=Precision.FP8),
-}
+_OF_WORD = {precision: DraftQuant.every(precision) for precision in Precision}
+_OF_WORD[Precision.FP8] = dataclasses.replace(_OF_WORD[Precision.FP8], head=Precision.INT4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -185,9 +185,9 @@ def test_other_words_are_refused(text) -> None:
 
 def test_both_words_have_the_head_in_four_bits() -> None:
     four, eight = DraftQuant.parse("int4"), DraftQuant.parse("fp8")
-    assert (four.head, four.mlp, four.qkv, four.o) == (Precision.INT4, Precision.INT4, Precision.INT4, Precision.FP8)
+    assert four == DraftQuant.every(Precision.INT4)
     assert (eight.head, eight.mlp, eight.qkv, eight.o) == (Precision.INT4, Precision.FP8, Precision.FP8, Precision.FP8)
-    assert str(four) == "head=int4,mlp=int4,qkv=int4,o=fp8"
+    assert str(four) == "head=int4,mlp=int4,qkv=int4,o=int4"
     for quant in (four, eight, DraftQuant.every(Precision.FP8)):
         assert DraftQuant.parse(str(quant)) == quant
     assert DraftQuant.parse(EVERY_INT4) == DraftQuant.every(Precision.INT4)

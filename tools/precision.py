@@ -31,9 +31,9 @@ from eaglex.quantize import quantize
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
 
 PARTS = ("head", "mlp", "qkv", "o")
-EVERY_INT4 = ",".join(f"{part}=int4" for part in PARTS)  # `int4` itself is FP8 in head and o
-QUANTS = ("fp8", "int4", EVERY_INT4, *(f"{part}={bits}" for part in PARTS for bits in ("fp8", "int4")))
-MIXED = ("head=int4,mlp=int4,qkv=fp8,o=fp8",)
+EVERY_FP8 = ",".join(f"{part}=fp8" for part in PARTS)  # `fp8` itself is INT4 in the head
+QUANTS = ("fp8", "int4", EVERY_FP8, *(f"{part}={bits}" for part in PARTS for bits in ("fp8", "int4")))
+MIXED = ("head=fp8,mlp=int4,qkv=int4,o=fp8", "head=int4,mlp=int4,qkv=int4,o=fp8", "head=int4,mlp=int4,qkv=fp8,o=fp8")
 # hidden, intermediate, heads, kv heads, head_dim
 SHAPES = {
     "Llama-3.1-8B": (4096, 14336, 32, 8, 128),

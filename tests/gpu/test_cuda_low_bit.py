@@ -25,7 +25,7 @@ from eaglex.weights import DraftWeights
 pytestmark = pytest.mark.gpu
 
 # With "half rotary, odd sizes" INT4's groups straddle the halves of qkv's inputs, which then streams in bf16.
-QUANTS = (EVERY_FP8, EVERY_INT4, "fp8", "int4", "head=fp8,mlp=int4,o=fp8", "qkv=int4,o=int4")
+QUANTS = (EVERY_FP8, EVERY_INT4, "fp8", "head=fp8,mlp=int4,qkv=int4,o=fp8", "qkv=int4,o=int4")
 LAYOUT = {"num_slots": 40, "max_batch": 32, "max_rows": 512}
 
 

@@ -54,7 +54,7 @@ ROPES = {
 }
 
 
-EVERY_INT4 = "head=int4,mlp=int4,qkv=int4,o=int4"  # `int4` itself is FP8 in o
+EVERY_INT4 = "head=int4,mlp=int4,qkv=int4,o=int4"  # `int4`
 EVERY_FP8 = "head=fp8,mlp=fp8,qkv=fp8,o=fp8"  # `fp8` itself is INT4 in the head
 
 # Logits with a standard deviation of 2; residual branches that do not outgrow the stream, or rounding errors would.
