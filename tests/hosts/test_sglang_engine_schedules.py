@@ -230,12 +230,13 @@ def test_locations_of_the_table_would_harm_a_shared_prefix(monkeypatch: pytest.M
     import dataclasses
 
     from eaglex.hosts.sglang.translate import Translator
+    from eaglex.repeated import RepeatedRun
 
     plain = Translator.after_verify
     monkeypatch.setattr(
         Translator, "after_verify", lambda self, v, **kw: dataclasses.replace(plain(self, v, **kw), out_cache_loc=None)
     )
-    monkeypatch.setattr(DraftEngine, "repeated_run", lambda self, batch: None)
+    monkeypatch.setattr(DraftEngine, "repeated_run", lambda self, batch: RepeatedRun(lambda *_: False, None, None))
 
     def harmed(seed: int) -> bool:
         with made_host(Setting(slots=2), seed) as host:
