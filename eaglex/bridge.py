@@ -228,13 +228,8 @@ class Bridge:
         ends = choose(members, binary, terms, device=self.device, wanted=transport, deadline=deadline)
         self._group, self._bridge, self._binary = ends.group, ends.bridge, binary
         self._invitation = Invitation(address=ends.address, identity=ends.identity, terms=terms)
-        self._follower = binary.DraftFollower(
-            speculation=_speculation(binary, speculation),
-            limits=self._limits,
-            vocab_size=vocab_size,
-            tensors=self._tensors,
-        )
-        self._inputs = _Inputs(self._follower, binary.NEVER)
+        self._trees = _trees(binary, speculation, self._limits, vocab_size, self._tensors)
+        self._inputs = self._trees.inputs
 
     @property
     def transport(self) -> str:
@@ -331,7 +326,7 @@ class Bridge:
 
     def follower(self) -> Follower:
         """The `tree` step over this rank's results, for a rank without a draft."""
-        return Follower(self)
+        return Follower(self._trees)
 
     def enter(self) -> None:
         """Mark that a collective of the target begins: `suspects` then knows who is waited for."""
@@ -379,28 +374,53 @@ class Bridge:
         self._bridge.enqueue_receive(self._tensors, lanes, stream=stream)
 
 
-class Follower:
-    """`tree` for a rank that does not draft, as `DraftEngine.tree`; where the bridge's results are."""
+@dataclasses.dataclass(frozen=True)
+class _Trees:
+    """The extension's `tree` step over some results, and what keeps its inputs alive."""
 
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
+    binary: Any
+    follower: Any
+    inputs: Any
+
+
+def _trees(binary: Any, speculation: SpeculationConfig, limits: Any, vocab_size: int, tensors: Any) -> _Trees:
+    follower = binary.DraftFollower(
+        speculation=_speculation(binary, speculation), limits=limits, vocab_size=vocab_size, tensors=tensors
+    )
+    return _Trees(binary, follower, _Inputs(follower, binary.NEVER))
+
+
+class Follower:
+    """`tree` for a rank that does not draft, as `DraftEngine.tree`; where its results are."""
+
+    def __init__(self, trees: _Trees) -> None:
+        self._trees = trees
+
+    @classmethod
+    def alone(
+        cls, speculation: SpeculationConfig, *, limits: EngineLimits, vocab_size: int, results: DraftResults
+    ) -> Follower:
+        """Over results that no bridge fills: of a rank that goes on without drafts."""
+        binary = _extension()
+        of_binary = _fill(binary.EngineLimits(), **_fields(limits))
+        return cls(_trees(binary, speculation, of_binary, vocab_size, _follower_tensors(binary, results)))
 
     def tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int = 0
     ) -> None:
         """Fill the verifier's tensors with these slots' drafts, in this order."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        bridge = self._bridge
-        fields = _verify_fields(bridge._binary, out, ids)
-        bridge._inputs.call(bridge._follower.tree, bridge._binary.VerifyTensors(), fields, stream)
+        trees = self._trees
+        fields = _verify_fields(trees.binary, out, ids)
+        trees.inputs.call(trees.follower.tree, trees.binary.VerifyTensors(), fields, stream)
 
     def repeated_tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
     ) -> RepeatedTree:
         """As `DraftEngine.repeated_tree`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        bridge = self._bridge
-        return repeated_tree_of(bridge._binary, bridge._follower.tree_again, out, ids)
+        trees = self._trees
+        return repeated_tree_of(trees.binary, trees.follower.tree_again, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

@@ -108,6 +108,7 @@ def examine(
     max_positions: int | None = None,
     overrides: Mapping[str, object] | None = None,
     revision: str | None = None,
+    target_revision: str | None = None,
 ) -> Facts:
     """Read and check everything but the weights themselves; see `load` for the arguments and errors."""
     source = open_source(path_or_hub_id, revision)
@@ -120,7 +121,7 @@ def examine(
     scheme = quant_schemes.read(source, config, layer)
     tensors, packed_notes = packed_tensors.collect(tensors, scheme)
     known, ignored = dialects.canonical(tensors)
-    goal = None if target is None else read_target(target)
+    goal = None if target is None else read_target(target, target_revision)
     draft, notes = draft_config.read(config, known, goal, max_positions)
     aux = aux_layers.resolve(
         config,
@@ -169,11 +170,12 @@ def load(
     dtype: torch.dtype | None = None,
     overrides: Mapping[str, object] | None = None,
     revision: str | None = None,
+    target_revision: str | None = None,
     held: Mapping[str, torch.Tensor] | None = None,
 ) -> Checkpoint:
     """Load an EAGLE-3 draft of any public Llama-type dialect from a folder or a Hub id `owner/name`.
 
-    HF_HUB_OFFLINE=1 is respected.
+    HF_HUB_OFFLINE=1 is respected. `revision` is the draft's on the Hub, `target_revision` its target's.
 
     `target` (folder or Hub id) gives the context length, the number of layers, and embed_tokens and lm_head where the
     draft shares them. `aux_layer_ids` replaces the config's (output ids unless `convention` says otherwise);
@@ -195,6 +197,7 @@ def load(
         max_positions=max_positions,
         overrides=overrides,
         revision=revision,
+        target_revision=target_revision,
     )
     _log.info("%s", facts)
     if facts.absent:
@@ -204,9 +207,7 @@ def load(
         )
     wanted = dtype or {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[facts.dtype]
     given = {name: tensor for name, tensor in (held or {}).items() if name in facts.borrowed}
-    read = {
-        name: given[name] if name in given else _read(name, info, wanted) for name, info in facts.tensors.items()
-    }
+    read = {name: given[name] if name in given else _read(name, info, wanted) for name, info in facts.tensors.items()}
     layers = [LayerWeights(**_layer(read, i)) for i in range(facts.config.num_layers)]
     norms = (
         0

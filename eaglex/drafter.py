@@ -1,7 +1,7 @@
 """The dedicated drafter: a process of its own that has the draft, and drafts for rank 0 over a bridge.
 
-`python -m eaglex.drafter JOB` is started by rank 0 (eaglex/hosts/dedicated.py) and ends when rank 0 does. JOB is the
-JSON of a `Job`. Whatever becomes of this process, rank 0 goes on without drafts.
+`python -m eaglex.drafter PARENT` is started by rank 0 (eaglex/hosts/dedicated.py), of process id PARENT, reads the
+JSON of a `Job` from its stdin, and ends when rank 0 does. Whatever becomes of it, rank 0 goes on without drafts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
+import threading
+import time
 from typing import Any
 
 import torch
@@ -44,7 +47,8 @@ class Job:
     max_batch: int
     max_rows: int
     max_length: int
-    revision: str | None = None
+    revision: str | None = None  # of the draft on the Hub
+    target_revision: str | None = None
     draft_quant: str | None = None  # as of --draft-quant
     stop_below: float = 0.0
     num_slots: int = 0  # of a host's pool, on the invitation's terms; 0: max_batch and the padding's
@@ -60,7 +64,7 @@ class Job:
         )
 
     def to_json(self) -> str:
-        """One line, for the command line."""
+        """One line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -72,6 +76,9 @@ class Job:
 
 def serve(job: Job) -> None:
     """Draft until rank 0 is gone. Raises EaglexError."""
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else a call without a device would make a context on rank 0's GPU
     shared = HostPool(**{name: job.invitation.terms[name] for name in ("num_kv_slots", "table_width")})
     loaded = checkpoint.load(
         job.draft,
@@ -81,6 +88,7 @@ def serve(job: Job) -> None:
         max_positions=job.max_length if shared.num_kv_slots else None,
         dtype=getattr(torch, job.dtype),
         revision=job.revision,
+        target_revision=job.target_revision,
     )
     weights = loaded.weights
     if job.draft_quant is not None:
@@ -116,10 +124,22 @@ def _in_a_hosts_pool(
     return DraftEngine(config, job.speculation, limits=limits, weights=weights, **vars(pool)), pool
 
 
+def end_with(parent: int, every: float = 0.5) -> None:
+    """End this process soon after its parent, also while it loads: until it has joined nothing else tells it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(arguments: list[str]) -> int:
     """The exit code; an error is one line on stderr."""
+    end_with(int(arguments[0]))
     try:
-        serve(Job.from_json(arguments[0]))
+        serve(Job.from_json(sys.stdin.read()))
     except EaglexError as error:
         print(f"eaglex drafter: error: {error}", file=sys.stderr)
         return 1

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from socket_check import Process, about, end_in_order, serve_all, until
 from socket_parts import cases as socket_cases
-from socket_parts.cases import PENALTIES, UPDATES, compared, environment_of, gpus_of, has, repeated
+from socket_parts.cases import PENALTIES, compared, environment_of, gpus_of, has, repeated, updates_of
 from socket_parts.engine import write
 
 CASES = (
@@ -152,7 +152,7 @@ def against_none(name: str, none: dict[str, Any], runs: dict[str, dict[str, Any]
 def judged_alone(name: str, ours: dict[str, Any]) -> dict[str, Any]:
     """Weights that are read again, or gone and back, give the same tokens; drafts follow another embedding."""
     first, *later = (run["requests"] for run in ours["passes"])
-    ways = UPDATES if "weight updates" in name else ("memory saver",)
+    ways = updates_of(name) or ("memory saver",)
     accept = [
         1 + sum(r.get("correct", 0) for r in run) / sum(r.get("verify", 0) for r in run) for run in (first, *later)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ FIRST_RESTART, LAST_RESTART = 1.0, 64.0
 class DedicatedPlan:
     """How a dedicated drafter is started and waited for.
 
-    `job(invitation, limits, max_length)` is the argument of its command line (eaglex.drafter.Job).
+    `job(invitation, limits, max_length)` is what it reads (eaglex.drafter.Job, as JSON).
     """
 
     job: Callable[[Invitation, EngineLimits, int], str]
@@ -42,16 +43,16 @@ class DedicatedPlan:
         return target.type == "cuda" and self.device.startswith("cuda") and transport != "shm"
 
 
-def command_of(job: str) -> list[str]:
-    """The command line of a drafter with this job (eaglex.drafter.Job, as JSON)."""
-    return [sys.executable, "-m", "eaglex.drafter", job]
+COMMAND = (sys.executable, "-m", "eaglex.drafter")
 
 
 class DrafterProcess:
-    """Keeps a process alive that `command(invitation)` starts."""
+    """Keeps a process alive that `command` and this process's id start, and that reads `job` from its stdin: a job says
+    how rank 0's memory is reached, which a command line would tell every user of the machine.
+    """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = list(command)
+    def __init__(self, command: Sequence[str], job: str) -> None:
+        self._command, self._job = list(command), job.encode()
         self._pause, self._restart_at = FIRST_RESTART, 0.0
         self._process = self._start()
 
@@ -88,7 +89,11 @@ class DrafterProcess:
             self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        started = subprocess.Popen([*self._command, str(os.getpid())], stdin=subprocess.PIPE, stdout=sys.stderr)
+        assert started.stdin is not None
+        with contextlib.suppress(OSError), started.stdin:  # a pipe holds more than a job; one that has ended is seen
+            started.stdin.write(self._job)
+        return started
 
 
 class DedicatedSlots(SharedSlots):
@@ -105,7 +110,7 @@ class DedicatedSlots(SharedSlots):
         kind: type[DrafterClient | RelayClient] = RelayClient if link.relay else DrafterClient
         self.client = kind(self._bridge, config, plan.options)
         job = plan.job(self.client.invitation(), link.limits, max_length)
-        self.process = DrafterProcess(command_of(job))
+        self.process = DrafterProcess(COMMAND, job)
         with contextlib.ExitStack() as undo:
             undo.callback(self.process.close)
             with link.team.members.step("drafter"):

@@ -19,12 +19,12 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def put(cache, repo, folder, names):
+def put(cache, repo, folder, names, *, revision="main"):
     snapshot = cache / f"models--{repo.replace('/', '--')}" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     refs = snapshot.parent.parent / "refs"
     refs.mkdir()
-    (refs / "main").write_text(COMMIT)
+    (refs / revision).write_text(COMMIT)
     for name in names:
         (snapshot / name).write_bytes((folder / name).read_bytes())
 
@@ -36,6 +36,15 @@ def test_offline_cache(toy, target, cache):
     loaded = load("someone/draft", target="someone/target")
     assert torch.equal(loaded.weights.fc, toy.tensors["fc.weight"])
     assert loaded.facts.label == "someone/draft"
+
+
+def test_the_targets_revision_is_its_own(toy, target, cache):
+    del toy.tensors["embed_tokens.weight"]
+    put(cache, "someone/draft", toy.write(), ["config.json", "model.safetensors"])
+    put(cache, "someone/target", target, ["config.json", "model.safetensors"], revision="v2")
+    with pytest.raises(CheckpointError, match="someone/target: expected a folder or a reachable Hub id"):
+        load("someone/draft", target="someone/target")
+    assert load("someone/draft", target="someone/target", target_revision="v2").weights.embed_tokens.numel()
 
 
 def test_offline_and_not_cached(cache):

@@ -342,17 +342,37 @@ TEST_CASE("words: INT4 pairs bare, 8 above the number, rows g + 8 in sixteenfold
         const Int4Rows& rows = pair < 2 ? first : second;
         const std::uint32_t row = pair % 2 == 0 ? rows.low : rows.high;
         const int scale = pair % 2 == 0 ? 1 : 16;
-        const std::uint32_t offset = pair % 2 == 0 ? kInt4BareOffset : kInt4BareOffsetHigh;
         for (int i = 0; i < 2; ++i) {
           const auto number = static_cast<int>(row >> (4 * (2 * word_of + i)) & 15U);
           require(units_of(int4_bare(word, pair) >> (16 * i) & 0xFFFFU) == scale * number,
                   concat("word ", word_of, ", pair ", pair, ", ", i));
-          require(units_of(offset >> (16 * i) & 0xFFFFU) == scale * -8, concat("offset of pair ", pair));
         }
       }
     }
   }
-  require(kInt4BareEights == -8 * 0x1p-133F, "as a float");
+}
+
+TEST_CASE("words: INT4 rows g and g + 8 joint, with the products of -8 that take their 8 back") {
+  const Int4Rows first{0x76543210U, 0x08F7A5C3U};
+  const Int4Rows second{0xFEDCBA98U, 0x5A3C96E1U};
+  for (int word_of = 0; word_of < 4; ++word_of) {
+    const std::uint32_t word = int4_word(first, second, word_of);
+    for (int block = 0; block < 2; ++block) {
+      const Int4Rows& rows = block == 0 ? first : second;
+      for (int i = 0; i < 2; ++i) {
+        const int at = 4 * (2 * word_of + i);
+        const auto low = static_cast<int>(rows.low >> at & 15U);
+        const auto high = static_cast<int>(rows.high >> at & 15U);
+        require(units_of(int4_joint(word, block) >> (16 * i) & 0xFFFFU) == low + 16 * high,
+                concat("word ", word_of, ", block ", block, ", ", i));
+      }
+    }
+  }
+  for (const int half : {0, 16}) {
+    require(units_of(kInt4BareOffset >> half & 0xFFFFU) == -8, "rows g");
+    require(units_of(kInt4JointOffset >> half & 0xFFFFU) == -8 * 17, "rows g + 8 with them");
+  }
+  require(kInt4BareEights == -8 * 0x1p-133F && kInt4JointEights == -8 * 17 * 0x1p-133F, "as floats");
 }
 
 TEST_CASE("k_block_bytes: INT4's scales behind each group, the last one short") {

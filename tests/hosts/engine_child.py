@@ -59,6 +59,7 @@ def verify_input(package: str) -> dict[str, Any]:
     draft.device = torch.device("cpu")
     draft.speculative_num_steps, draft.speculative_num_draft_tokens, draft._buffers = 3, 6, VerifyPool(draft.device)
     draft._verify_input = compat.symbol("EagleVerifyInput")
+    draft._alone = None
     draft._engine = SimpleNamespace(  # type: ignore[assignment]
         tree=lambda tensors, **kw: given.append(tensors), repeated_tree=lambda tensors, **kw: None
     )

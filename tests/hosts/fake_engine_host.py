@@ -426,8 +426,8 @@ def server_args(setting: Setting) -> Any:
         speculative_algorithm="EAGLEX", speculative_num_steps=setting.steps,
         speculative_eagle_topk=setting.topk, speculative_num_draft_tokens=setting.nodes,
         speculative_draft_model_path=str(setting.draft), speculative_draft_model_revision=None,
-        model_path=str(setting.target), chunked_prefill_size=64, speculative_adaptive=bool(setting.adaptive),
-        max_speculative_num_draft_tokens=max((setting.nodes, *(steps + 1 for steps in setting.adaptive))),
+        model_path=str(setting.target), revision=setting.revision, chunked_prefill_size=64,
+        speculative_adaptive=bool(setting.adaptive), max_speculative_num_draft_tokens=setting.most_nodes,
         speculative_adaptive_config="adaptive.json", speculative_draft_model_quantization=None, quantization=None,
         enable_metrics=setting.metrics, served_model_name="tiny",
     )  # fmt: skip

@@ -217,11 +217,17 @@ class Setting:
     dtype: torch.dtype = torch.float32
     draft: Path = TINY / "draft"
     target: Path = TINY / "target"
+    revision: str | None = None  # of the target
     pausing: bool = False
     adaptive: tuple[int, ...] = ()
     metrics: bool = False
     device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of any verification."""
+        return max((self.nodes, *(steps + 1 for steps in self.adaptive)))
 
 
 SPENT = [0.0]  # seconds that the target's graphs have run

@@ -111,6 +111,9 @@ def test_weight_updates_are_judged_by_the_engine_alone() -> None:
     assert not equal(name, same, another_token, another_token, same)
     assert not equal(name, same, same, another_token, another_token)
     assert not equal(name, same, same, same, same), "the update changed nothing"
+    name = "chain, weight updates by IPC"  # tensor, ipc
+    assert equal(name, same, another_token, same)
+    assert not equal(name, same, another_token, another_token), "the first embedding has not come back"
     assert equal("chain, memory saver", same, same)
     assert not equal("chain, memory saver", same, another_token)
 

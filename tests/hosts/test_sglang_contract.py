@@ -266,3 +266,17 @@ def test_memory_is_released_before_the_flush(running_host: Path) -> None:
         if isinstance(node, ast.Call):
             lines.setdefault(ast.unparse(node.func), []).append(node.lineno)
     assert min(lines["self.memory_saver_adapter.pause"]) < min(lines["self.flush_cache"])
+
+
+def test_what_the_host_itself_refuses_beside_any_name_but_its_own(running_host: Path) -> None:
+    """LoRA, rejection sampling and mixed chunks, which docs/sglang.md leaves to the host."""
+    arguments = methods(class_def(running_host, "sglang.srt.server_args", "ServerArgs"))
+    lora = ast.unparse(arguments["check_lora_server_args"])
+    assert "self.speculative_algorithm not in ['NGRAM', None]" in lora
+    hook = parse(module_file(running_host, "sglang.srt.arg_groups.speculative_hook"))
+    family = next(n for n in hook.body if isinstance(n, ast.FunctionDef) and n.name == "_handle_eagle_family")
+    tests = {ast.unparse(node.test): ast.unparse(node) for node in ast.walk(family) if isinstance(node, ast.If)}
+    sampling = tests["server_args.speculative_use_rejection_sampling"]
+    assert "server_args.speculative_algorithm not in ('EAGLE', 'EAGLE3')" in sampling
+    assert "raise NotImplementedError" in sampling
+    assert "server_args.enable_mixed_chunk = False" in tests["server_args.enable_mixed_chunk"]

@@ -56,7 +56,7 @@ def between_gpus(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> I
         script = str(Path(emulated.__file__).with_name("emulated_drafter.py"))
         folders = [str(emulated.ROOT), str(emulated.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(folders))
-        patch.setattr(dedicated, "command_of", lambda job: [sys.executable, script, str(module), job])
+        patch.setattr(dedicated, "COMMAND", (sys.executable, script, str(module)))
         chosen = setting.options | {"transport": "p2p"}
         with started(dataclasses.replace(setting, options=chosen), seed, rank, size) as host:
             draft = host.worker._draft_worker

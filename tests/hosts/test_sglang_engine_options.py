@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_source import class_def, members
 from support.models import make_config, random_weights
 
 from eaglex import doctor
@@ -184,6 +186,36 @@ def test_adaptive_steps_are_let_through_for_a_chain_of_the_engine(engine: pytest
     engine.setenv(options.VARIABLE, '{"drafter": "host"}')
     with pytest.raises(ValueError, match="speculative_adaptive=True"):
         arguments.refuse(adaptive)
+
+
+@pytest.mark.parametrize(("chosen", "named"), [
+    ('{"drafter_device": "cuda:1"}', "drafter_device with placement='rank0'"),
+    ('{"drafter_deadline": 2}', "drafter_deadline with placement='rank0'"),
+    ('{"drafter": "host", "placement": "dedicated"}', "placement with drafter='host'"),
+    ('{"drafter": "host", "pausing": true}', "pausing with drafter='host'"),
+    ('{"drafter": "host", "draft_quant": "fp8"}', "draft_quant with drafter='host'"),
+])  # fmt: skip
+def test_an_option_that_nothing_would_read_is_refused(engine: pytest.MonkeyPatch, chosen: str, named: str) -> None:
+    engine.setenv(options.VARIABLE, chosen)
+    with pytest.raises(ValueError, match=f"EAGLEX does not support {options.VARIABLE} {named}"):
+        arguments.refuse(given())
+
+
+@pytest.mark.parametrize("name", [name for name, _ in engine_arguments.HOST_VARIABLES])
+def test_variables_of_the_host_that_a_dedicated_drafter_cannot_do_with(engine: pytest.MonkeyPatch, name: str) -> None:
+    engine.setattr("torch.cuda.device_count", lambda: 2)
+    engine.setenv(name, "true")
+    arguments.refuse(given())
+    engine.setenv(options.VARIABLE, '{"placement": "dedicated"}')
+    with pytest.raises(ValueError, match=f"{name}=true"):
+        arguments.refuse(given())
+    engine.setenv(name, "0")
+    arguments.refuse(given())
+
+
+def test_these_variables_are_the_hosts(running_host: Path) -> None:
+    known = members(class_def(running_host, "sglang.srt.environ", "Envs"))
+    assert {name for name, _ in engine_arguments.HOST_VARIABLES} <= known
 
 
 def test_wrong_options_stop_the_launch(engine: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,14 @@ from fake_engine_host import Host, made_host
 from fake_engine_parts import Group, Setting, TreeMaskMode
 from rank_processes import Ranks
 from support import emulated
-from test_sglang_dedicated import between_gpus
+from test_sglang_dedicated import Tolerant, between_gpus
 
 import eaglex.bridge
 import eaglex.engine
+from eaglex import checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults
-from eaglex.errors import BridgeError
+from eaglex.errors import BridgeError, CheckpointError
 from eaglex.hosts.sglang import options
 from eaglex.hosts.sglang.hooks import UPDATES
 from eaglex.hosts.sglang.ranks import Link
@@ -171,14 +172,55 @@ def test_the_embedding_is_gathered_at_start_and_after_an_update(tmp_path: Path) 
             model.embed = model.embed * 0.5
             host.weights.embed_tokens = model.embed[: host.config.vocab_size]
             getattr(host.symbols["SchedulerWeightUpdaterManager"](), UPDATES[0])(None)
-            for request in host.running:
-                request.expected = type(request.expected).none()
             before = host.drafted
             played(host, 10)
             assert host.drafted > before
             dist.barrier()
 
     on_ranks(2, tmp_path, body)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(fails: bool, tmp_path: Path) -> None:
+    cases = Path(__file__).parent.parent / "cases"
+
+    def no_file(*_: Any, **__: Any) -> None:
+        raise CheckpointError("the draft's files are gone")
+
+    def body(rank: int, size: int) -> None:
+        setting = Setting(draft=cases / "C02_no_lm_head_full_vocab", target=cases / "_target")
+        with made_host(setting, 3, rank, size) as host, pytest.MonkeyPatch.context() as patch:
+            draft = host.worker._draft_worker
+            assert draft.facts.borrowed == ("embed_tokens", "lm_head")
+            played(host, 6)
+            updater = host.symbols["SchedulerWeightUpdaterManager"]()
+            if rank == 0 and fails:
+                patch.setattr(checkpoint, "load", no_file)
+            updater.update_weights_from_disk(None)
+            before = host.drafted
+            for _ in range(4):
+                for request in host.running:
+                    request.expected = type(request.expected).none()
+                host.decode([])
+                if not fails:
+                    break
+            assert host.drafted == before
+            host.worker.clear_cache_pool()
+            patch.undo()
+            updater.update_weights_from_disk(None)  # and the next one brings drafts back
+            for request in host.running:
+                request.expected = type(request.expected).none()
+            host.decode([])
+            tolerant = Tolerant(host)
+            if fails:
+                tolerant.loose |= {request.number for request in host.running}  # rows of theirs are missing
+            played(host, 10)
+            assert host.drafted > before
+            print(host.drafted, host.verified)
+            dist.barrier()
+
+    first, second = on_ranks(2, tmp_path, body)
+    assert first == second
 
 
 def test_a_draft_that_fails_costs_drafts_on_all_ranks_and_nothing_else(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fake_engine_host import Host, made_host
@@ -102,6 +104,27 @@ def test_rows_of_a_steady_batch_are_written_together(rows: int, overlap: bool, m
         host.running.pop(0)
         decodes(host, 10)
         assert set(host.widths) == {0, host.setting.steps}
+
+
+def test_prompts_run_on_what_the_host_has_captured_for_them_while_drafting_pauses() -> None:
+    with made_host(Setting(pausing=True), seed=4) as host:
+        runner, seen = host.worker.target_worker.model_runner, []
+        own, plain = runner.attn_backend, host.worker.target_worker.forward_batch_generation
+        host.worker._plan._choice.paused = True
+        whole_prompts(host, 1)
+        decodes(host, 2)
+        assert runner.attn_backend is not own, "nothing has paused"
+
+        def forward(batch: Any, **given: Any) -> Any:
+            seen.append((batch is None, runner.attn_backend is own, runner.context.spec.nodes))
+            return plain(batch, **given)
+
+        host.worker.target_worker.forward_batch_generation = forward
+        whole_prompts(host, 1)
+        decodes(host, 1)
+        assert seen[0] == (False, True, host.setting.nodes)
+        assert seen[-1] == (True, False, 1), "and a decode on its own again"
+        assert runner.attn_backend is not own
 
 
 def test_rows_that_wait_are_written_before_weights_change() -> None:

@@ -139,27 +139,11 @@ def test_memory_is_released_when_no_draft_runs(host: Host, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_weights_change_when_no_draft_runs_and_what_is_shared_is_renewed(
-    update: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with made_host() as host:
-        logged(host, monkeypatch)
-        draft = host.worker._draft_worker
-        assert "embed_tokens" in draft.facts.borrowed, "the pair no longer shares anything"
-        whole_prompts(host)
-        model, before = host.worker.target_worker.model_runner.model, draft.engine
-        model.embed = model.embed * 0.5
-        getattr(host.symbols["SchedulerWeightUpdaterManager"](), update)(None)
-        assert LOG.index("run on forward") < LOG.index("cpu waits for forward") < LOG.index("update")
-        assert draft.engine is not before
-        assert model.embed.data_ptr() in bound(draft)
-        assert model.head.data_ptr() not in bound(draft), "a draft's own head is not the target's"
-        host.weights.embed_tokens = model.embed[: host.config.vocab_size]
-        for request in host.running:
-            request.expected = fake_none()
-        host.decode([])  # without a draft, as the new engine has none
-        host.decode([])  # and with one by the new embedding
-        assert host.drafted > 0
+def test_weights_change_when_no_draft_runs(update: str, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged(host, monkeypatch)
+    whole_prompts(host)
+    getattr(host.symbols["SchedulerWeightUpdaterManager"](), update)(None)
+    assert LOG.index("run on forward") < LOG.index("cpu waits for forward") < LOG.index("update")
 
 
 def fake_none() -> Any:

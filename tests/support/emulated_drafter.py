@@ -1,4 +1,4 @@
-"""The dedicated drafter's process on the emulated device: `emulated_drafter.py MODULE JOB`, as eaglex.drafter's JOB."""
+"""eaglex.drafter on the emulated device: `emulated_drafter.py MODULE PARENT`, with the job on stdin."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tree, features": TREE | {"skip_tokenizer_init": False},
     "chain, weight updates": CHAIN,
     "chain, weight updates, two GPUs": CHAIN | {"tp_size": 2},
+    "chain, weight updates by IPC": CHAIN,
     "chain, sampled": CHAIN,
     "tree, sampled": TREE,
     "chain, features, no overlap": CHAIN | NO_OVERLAP | {"skip_tokenizer_init": False},
@@ -58,6 +59,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 # Ways in which weights change, one pass after each: the same again, another embedding, and the first one again.
 UPDATES = ("disk", "tensor", "distributed")
+IPC_UPDATES = ("tensor", "ipc")  # the host takes weights by IPC with checkpoint-engine's worker, a package of its own
 # the slow ones serve the requests once
 ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts", "adaptive")
 # Where a request starts anew depends on timing, and what it then says can depend on where: the host computes K and V of
@@ -71,7 +73,12 @@ def has(name: str, parts: tuple[str, ...]) -> bool:
 
 def passes_of(name: str) -> int:
     """How often a case serves its requests; with weight updates: before the first of them, and after each."""
-    return 1 + len(UPDATES) if "weight updates" in name else 1 if has(name, ONE_PASS) else 2
+    return 1 + len(updates_of(name)) if updates_of(name) else 1 if has(name, ONE_PASS) else 2
+
+
+def updates_of(name: str) -> tuple[str, ...]:
+    """Ways in which weights change between the passes of a case."""
+    return IPC_UPDATES if "by IPC" in name else UPDATES if "weight updates" in name else ()
 
 
 def gpus_of(name: str) -> int:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from socket_parts.cases import ADAPTIVE, CASES, CHAIN, COMMON, UPDATES, misshapen, passes_of, workload_of
+from socket_parts.cases import ADAPTIVE, CASES, CHAIN, COMMON, misshapen, passes_of, updates_of, workload_of
 
 ROUNDS = 2
 TURN_SECONDS = 400  # how long an engine that is up waits for its turn
@@ -106,6 +106,8 @@ def update(engine: Any, target: Path, way: str) -> None:
         done = engine.update_weights_from_disk(str(target))
     elif way == "tensor":
         done = engine.update_weights_from_tensor([(name, embedding * 0.9)])
+    elif way == "ipc":
+        done = over_ipc(engine, name, embedding)
     else:
         done = broadcast(engine, name, embedding)
     if not done[0]:
@@ -132,10 +134,38 @@ def broadcast(engine: Any, name: str, tensor: Any) -> Any:
         return taken.result(60)
 
 
+def over_ipc(engine: Any, name: str, tensor: Any) -> Any:
+    """As a parameter server of checkpoint-engine on the same GPU: a handle of its memory, what lies in it, two ends."""
+    import torch
+    import zmq
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    memory = tensor.contiguous().view(-1).view(torch.uint8).cuda()
+    torch.cuda.synchronize()
+    item = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": 0}
+    socket = zmq.Context.instance().socket(zmq.REQ)
+    socket.setsockopt(zmq.RCVTIMEO, 60_000)
+    address = f"ipc:///tmp/eaglex-weights-{os.getpid()}"
+    socket.bind(address)
+
+    def send() -> None:
+        for word in (reduce_tensor(memory), [item], None, None):
+            socket.send_pyobj(word)
+            said = socket.recv()
+            if said:
+                raise RuntimeError(said.decode())
+
+    with concurrent.futures.ThreadPoolExecutor(1) as others:
+        sent = others.submit(send)
+        done = engine.update_weights_from_ipc({f"GPU-{torch.cuda.get_device_properties(0).uuid!s}": address})
+        sent.result(60)
+    return done
+
+
 def between(engine: Any, name: str, target: Path, number: int) -> None:
     """What a case does before pass `number`, from 1 on."""
-    if "weight updates" in name:
-        update(engine, target, UPDATES[number - 1])
+    if updates_of(name):
+        update(engine, target, updates_of(name)[number - 1])
     if "memory saver" in name:
         engine.release_memory_occupation()
         engine.resume_memory_occupation()

@@ -236,12 +236,6 @@ __device__ __forceinline__ void begin_barrier() {
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 
-// Computed here and not where it is used.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 template <class Weights, int kTokenTiles, class Step>
 __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params) {
@@ -284,8 +278,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   const bool locates = warp > kConsumerWarps;
   const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
   if (locates) touch_parameters(params);
-  int begin = 0;  // of the block's first chunk in its tile: no division behind the wait
-  if constexpr (Weights::kKeepsX) begin = opaque(first % (shape.segments * shape.chunks_per_segment));
+  std::conditional_t<Weights::kKeepsX, KeptInputs<Weights, Step::kNormed>, StreamedInputs> kept(shape, first, last);
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.
 #pragma unroll 1
@@ -324,8 +317,14 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     mbar_arrive(rows_ready);
   }
   if constexpr (Weights::kKeepsX) {
-    mbar_wait(rows_ready, 0);
-    keep_inputs<Weights, Step::kNormed>(shape, at, shared, sources, begin, last - first);
+    const bf16* row = nullptr;
+    if constexpr (std::is_empty_v<typename Step::RowInfo>) {
+      Step::locate(params, 0, &row, G::kTokens, nullptr);  // sooner than the other warp can tell
+      kept.keep(at, shared, &row);
+    } else {
+      mbar_wait(rows_ready, 0);
+      kept.keep(at, shared, sources);
+    }
   }
   Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();
 }

@@ -7,81 +7,135 @@
 // weights.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/stream/paired.cuh"
 
 namespace eaglex::stream {
 
-// Of the four pairs of a lane.
-template <class Add>
-__device__ __forceinline__ float over(const uint4& x, Add&& add) {
-  const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum = add(sum, __bfloat1622float2(unpack(pairs[i])));
-  return sum;
-}
-
-// Over kLanes neighbouring lanes.
-template <int kLanes>
-__device__ __forceinline__ float sum_over(float value) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
-  return value;
-}
-
-// A block's `unit` finds its x in place (unit - first) % chunks per tile; `begin` is where its first chunk stands in its
-// tile. By all consumers, behind the wait; `sources` are the rows of x, one per segment.
+// A block's `unit` finds its x in place (unit - first) % chunks per tile.
 template <class Weights, bool kNormed>
-__device__ __forceinline__ void keep_inputs(const GemmShape& shape, const SharedLayout& at, std::byte* shared,
-                                            const bf16* const* sources, int begin, int units) {
+class KeptInputs {
   using G = Geometry<Weights, 1>;
   static_assert(G::kChunkK == 32 * 8, "a lane has 16 bytes of a chunk");
-  constexpr int kAtOnce = 4;  // round trips to L2 under way
-  constexpr std::uint32_t kLift = PairedMultiplier<Weights, 1, kNormed>::kLift;
-  const int lane = threadIdx.x % 32;
-  const int per_tile = shape.segments * shape.chunks_per_segment;
-  const int places = min(units, per_tile);
-#pragma unroll 1
-  for (int first = threadIdx.x / 32; first < places; first += kAtOnce * kConsumerWarps) {
-    uint4 x[kAtOnce];
-    uint4 gamma[kAtOnce];
+  static constexpr int kAtOnce = 4;  // chunks of a warp, whose round trips to L2 are under way together
+  static constexpr int kPair = 2;
+  static constexpr std::uint32_t kLift = PairedMultiplier<Weights, 1, kNormed>::kLift;
+
+ public:
+  // Before the wait: where the first chunks' x will lie, and their gamma.
+  __device__ __forceinline__ KeptInputs(const GemmShape& shape, int first, int last) : shape_(shape) {
+    per_tile_ = shape.segments * shape.chunks_per_segment;
+    places_ = min(last - first, per_tile_);
+    begin_ = first % per_tile_;
+    if (threadIdx.x < kConsumerThreads) find(threadIdx.x / 32);
+  }
+
+  // Behind it, by all consumers; `sources` are the rows of x, one per segment.
+  __device__ __forceinline__ void keep(const SharedLayout& at, std::byte* shared, const bf16* const* sources) {
+    int place = threadIdx.x / 32;
+    while (true) {
+      uint4 x[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int place = first + i * kConsumerWarps;
-      x[i] = gamma[i] = make_uint4(0, 0, 0, 0);
-      if (place >= places) continue;
-      int chunk = begin + place;
-      if (chunk >= per_tile) chunk -= per_tile;
-      int segment = 0;
-      for (; chunk >= shape.chunks_per_segment; chunk -= shape.chunks_per_segment) ++segment;
-      const int k = chunk * G::kChunkK + lane * 8;
-      if (k >= shape.k) continue;
-      x[i] = __ldcg(reinterpret_cast<const uint4*>(sources[segment * G::kTokens] + k));
-      const bf16* const own = kNormed ? shape.gamma[segment] : nullptr;
-      if (kNormed) gamma[i] = __ldg(reinterpret_cast<const uint4*>((own != nullptr ? own : shape.ones) + k));
+      for (int i = 0; i < kAtOnce; ++i)
+        x[i] = k_[i] < 0 ? make_uint4(0, 0, 0, 0)
+                         : __ldcg(reinterpret_cast<const uint4*>(sources[segment_[i] * G::kTokens] + k_[i]));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i += kPair) {
+        if (place + i * kConsumerWarps < places_) store_pair(at, shared, place + i * kConsumerWarps, x + i, gamma_ + i);
+      }
+      place += kAtOnce * kConsumerWarps;
+      if (place >= places_) break;
+      find(place);
     }
+    consumer_barrier();
+  }
+
+ private:
+  __device__ __forceinline__ void find(int place) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int place = first + i * kConsumerWarps;
-      if (place >= places) break;
-      const float squares = over(x[i], [](float sum, float2 v) { return fmaf(v.x, v.x, fmaf(v.y, v.y, sum)); });
+    for (int i = 0; i < kAtOnce; ++i, place += kConsumerWarps) {
+      k_[i] = -1, segment_[i] = 0, gamma_[i] = make_uint4(0, 0, 0, 0);
+      if (place >= places_) continue;
+      int chunk = begin_ + place;
+      if (chunk >= per_tile_) chunk -= per_tile_;
+      for (; chunk >= shape_.chunks_per_segment; chunk -= shape_.chunks_per_segment) ++segment_[i];
+      const int k = chunk * G::kChunkK + lane * 8;
+      if (k >= shape_.k) continue;
+      k_[i] = k;
+      const bf16* const own = kNormed ? shape_.gamma[segment_[i]] : nullptr;
+      if constexpr (kNormed) gamma_[i] = load_now((own != nullptr ? own : shape_.ones) + k);
+    }
+  }
+
+  // Here and not where it is used.
+  __device__ static __forceinline__ uint4 load_now(const bf16* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+  }
+
+  // Two at a time: their sums over lanes hide each other's latency. What lies beyond the last place is zero.
+  __device__ __forceinline__ void store_pair(const SharedLayout& at, std::byte* shared, int place, uint4* x,
+                                             const uint4* gamma) const {
+    const int lane = threadIdx.x % 32;
+    float squares[kPair] = {};
+    float sums[kPair] = {};
+#pragma unroll
+    for (int i = 0; i < kPair; ++i) {
+      if constexpr (kNormed)
+        squares[i] = over(x[i], [](float sum, float2 v) { return fmaf(v.x, v.x, fmaf(v.y, v.y, sum)); });
       uint4 by = make_uint4(kLift, kLift, kLift, kLift);
       if constexpr (kNormed) scale_pairs(by, gamma[i]);
       scale_pairs(x[i], by);
-      *reinterpret_cast<uint4*>(shared + at.x + place * (G::kChunkK * 2) + lane * 16) = x[i];
-      if constexpr (kNormed) {
-        const float sum = sum_over<32>(squares);
-        if (lane == 0) reinterpret_cast<float*>(shared + at.x_squares)[place] = sum;
-      }
-      if constexpr (Weights::kGroupScales) {
-        const float sum = sum_over<8>(over(x[i], [](float so_far, float2 v) { return so_far + (v.x + v.y); }));
-        float* const to = reinterpret_cast<float*>(shared + at.x_sums) + place * (G::kChunkK / kKMultiple);
-        if (lane % 8 == 0) to[lane / 8] = sum * kInt4BareEights;
+      if constexpr (Weights::kGroupScales) sums[i] = over(x[i], [](float sum, float2 v) { return sum + (v.x + v.y); });
+      if (place + i * kConsumerWarps < places_) {
+        std::byte* const to = shared + at.x + (place + i * kConsumerWarps) * (G::kChunkK * 2);
+        *reinterpret_cast<uint4*>(to + lane * 16) = x[i];
       }
     }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+#pragma unroll
+      for (int i = 0; i < kPair; ++i) {
+        if (Weights::kGroupScales && distance < 8) sums[i] += __shfl_xor_sync(0xFFFFFFFF, sums[i], distance);
+        if (kNormed) squares[i] += __shfl_xor_sync(0xFFFFFFFF, squares[i], distance);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPair; ++i) {
+      const int to = place + i * kConsumerWarps;
+      if (to >= places_) break;
+      if (kNormed && lane == 0) reinterpret_cast<float*>(shared + at.x_squares)[to] = squares[i];
+      if (Weights::kGroupScales && lane % 8 == 0)
+        reinterpret_cast<float*>(shared + at.x_sums)[to * (G::kChunkK / kKMultiple) + lane / 8] =
+            sums[i] * kInt4BareEights;
+    }
   }
-  consumer_barrier();
-}
+
+  template <class Add>
+  __device__ static __forceinline__ float over(const uint4& x, Add&& add) {
+    const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum = add(sum, __bfloat1622float2(unpack(pairs[j])));
+    return sum;
+  }
+
+  const GemmShape& shape_;
+  int per_tile_;
+  int places_;
+  int begin_;  // of the block's first chunk in its tile
+  int k_[kAtOnce];
+  int segment_[kAtOnce];
+  uint4 gamma_[kAtOnce];
+};
+
+// Where x comes beside the weights.
+struct StreamedInputs {
+  __device__ StreamedInputs(const GemmShape&, int, int) {}
+};
 
 // Chunks [unit, end) of one segment, of which the first is its `chunk`th and has its x in place `kept` of `places`.
 struct KeptPiece {
@@ -111,7 +165,7 @@ struct KeptMultiplier : PairedMultiplier<Weights, 1, kNormed> {
     float eights[4] = {};  // of columns that nobody reads as well
     if constexpr (kGrouped) {
       eights[0] = eights[1] = *sums_at;
-      eights[2] = eights[3] = eights[0] * 16;  // rows g + 8: words.h
+      eights[2] = eights[3] = eights[0] * (kInt4JointEights / kInt4BareEights);
     }
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
@@ -126,7 +180,7 @@ struct KeptMultiplier : PairedMultiplier<Weights, 1, kNormed> {
         mma_bf16(own, a[1][0], x[1].x, x[1].y);
         mma_bf16(own, a[1][1], x[1].z, x[1].w);
         sum[0] = fmaf(scale.x, own[0], sum[0]), sum[1] = fmaf(scale.x, own[1], sum[1]);
-        sum[2] = fmaf(scale.y, own[2], sum[2]), sum[3] = fmaf(scale.y, own[3], sum[3]);
+        sum[2] = fmaf(scale.y, own[2] - own[0], sum[2]), sum[3] = fmaf(scale.y, own[3] - own[1], sum[3]);
       } else {
         mma_bf16(sum, a[0][0], x[0].x, x[0].y);
         mma_bf16(sum, a[0][1], x[0].z, x[0].w);

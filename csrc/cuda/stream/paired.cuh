@@ -129,7 +129,7 @@ struct PairedMultiplier {
           mma_bf16(own, a[1][0], x[1][t].x, x[1][t].y);
           mma_bf16(own, a[1][1], x[1][t].z, x[1][t].w);
           sum[0] = fmaf(scale.x, own[0], sum[0]), sum[1] = fmaf(scale.x, own[1], sum[1]);
-          sum[2] = fmaf(scale.y, own[2], sum[2]), sum[3] = fmaf(scale.y, own[3], sum[3]);
+          sum[2] = fmaf(scale.y, own[2] - own[0], sum[2]), sum[3] = fmaf(scale.y, own[3] - own[1], sum[3]);
         } else {
           mma_bf16(sum, a[0][0], x[0][t].x, x[0][t].y);
           mma_bf16(sum, a[0][1], x[0][t].z, x[0][t].w);
@@ -149,8 +149,8 @@ struct PairedMultiplier {
     // Of zeros that the compiler does not know: else it would put the operand together again before every use.
     const std::uint32_t zero = static_cast<std::uint32_t>(tokens) >> 31;
     const std::uint32_t nought = static_cast<std::uint32_t>(tokens) >> 30;
-    const std::uint32_t eights[4] = {kInt4BareOffset | zero, kInt4BareOffsetHigh | zero, kInt4BareOffset | nought,
-                                     kInt4BareOffsetHigh | nought};
+    const std::uint32_t eights[4] = {kInt4BareOffset | zero, kInt4JointOffset | zero, kInt4BareOffset | nought,
+                                     kInt4JointOffset | nought};
     RingPosition mine = at;
     at.advance(ring, end - unit);
     if constexpr (kTeams > 1) {

@@ -95,19 +95,20 @@ struct Int4Weights {
     spread(words.w, a, 1, 2);
   }
 
-  // The same for a lane whose words begin at `at`, but bare (words.h): 2^-133 of the number plus 8 in rows g, 2^-129 of it
-  // in rows g + 8.
+  // The same for a lane whose words begin at `at`, but joint (words.h): 2^-133 of the number plus 8 in rows g, in rows
+  // g + 8 as much of row g and 2^-129 of their own.
   __device__ static __forceinline__ void load_two(const std::byte* at, std::uint32_t (&a)[2][2][4]) {
     const uint4 words = *reinterpret_cast<const uint4*>(at);
-    bare(words.x, a, 0, 0);
-    bare(words.y, a, 0, 2);
-    bare(words.z, a, 1, 0);
-    bare(words.w, a, 1, 2);
+    join(words.x, a, 0, 0);
+    join(words.y, a, 0, 2);
+    join(words.z, a, 1, 0);
+    join(words.w, a, 1, 2);
   }
   // A word's pairs go into operand `half` of both K blocks, registers `at` and at + 1.
-  __device__ static __forceinline__ void bare(std::uint32_t word, std::uint32_t (&a)[2][2][4], int half, int at) {
+  __device__ static __forceinline__ void join(std::uint32_t word, std::uint32_t (&a)[2][2][4], int half, int at) {
+    const std::uint32_t both[2] = {int4_joint(word, 0), __byte_perm(word, 0, 0x4341)};  // int4_joint(word, 1)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i / 2][half][at + i % 2] = int4_bare(word, i);
+    for (int i = 0; i < 2; ++i) a[i][half][at] = both[i] & 0x000F000FU, a[i][half][at + 1] = both[i];
   }
 
   // Of a group that begins at `at` and is `blocks` long: the scales of rows g and g + 8 of the strip.

@@ -60,9 +60,16 @@ inline constexpr std::uint32_t kInt4Lift = 0x43084308U;  // a pair of 136
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_bare(std::uint32_t word, int pair) {
   return (pair < 2 ? word : word >> 8) & (pair % 2 == 0 ? 0x000F000FU : 0x00F000F0U);
 }
-inline constexpr std::uint32_t kInt4BareOffset = 0x80088008U;      // a pair of -8, of pairs 0 and 2
-inline constexpr std::uint32_t kInt4BareOffsetHigh = 0x80808080U;  // of pairs 1 and 3
-inline constexpr float kInt4BareEights = -0x1p-130F;               // the same -8, of pairs 0 and 2
+
+// The same in two instructions per pair of rows: row g + 8 keeps row g's number below its own, which its sum loses again
+// by subtraction of row g's. Block 0 has pairs 0 and 1, block 1 pairs 2 and 3.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_joint(std::uint32_t word, int block) {
+  return (block == 0 ? word : word >> 8) & 0x00FF00FFU;
+}
+inline constexpr std::uint32_t kInt4BareOffset = 0x80088008U;   // a pair of -8, of rows g
+inline constexpr std::uint32_t kInt4JointOffset = 0x80888088U;  // of rows g + 8 with rows g
+inline constexpr float kInt4BareEights = -0x1p-130F;            // -8 of rows g
+inline constexpr float kInt4JointEights = 17 * kInt4BareEights;
 
 // Eight neighbours in k each, the first in the lowest bits: of rows g and g + 8.
 struct Int4Rows {

@@ -36,6 +36,7 @@ REFUSED: Final = (
     Refused("enable_multi_layer_eagle", False, "it runs one head per step"),
     Refused("speculative_draft_window_size", None, "the draft reads the whole prefix"),
 )
+UNREAD_BY_HOST_DRAFT: Final = ("placement", *engine_arguments.DRAFTERS_OWN, "pausing", "draft_quant", "hot_vocab")
 HOST_DRAFT_REFUSED: Final = (
     Refused("speculative_adaptive", False, "the host's own draft runs a fixed number of steps"),
 )
@@ -61,7 +62,9 @@ def refuse(server_args: Any) -> None:
     backend = server_args.speculative_draft_attention_backend
     if own:
         engine_arguments.refuse(server_args, chosen)
-    elif backend not in (None, DRAFT_BACKEND):
+    else:
+        engine_arguments.refuse_unused(chosen, UNREAD_BY_HOST_DRAFT, "drafter='host'")
+    if not own and backend not in (None, DRAFT_BACKEND):
         raise ValueError(
             f"EAGLEX does not support speculative_draft_attention_backend={backend!r} (needs {DRAFT_BACKEND!r}): "
             "drafted tokens have KV slots of their own, which only a backend that reads a slot per token can follow."

@@ -114,7 +114,7 @@ class DedicatedDraft(FollowingSide):
         options = LinkOptions(deadline=self.options.drafter_deadline)
         self._client = kind(bridge, self.config, options, req_to_token_pool.req_to_token)
         self._warn_of_shared_device()
-        self.process = dedicated.DrafterProcess(dedicated.command_of(self._job().to_json()))
+        self.process = dedicated.DrafterProcess(dedicated.COMMAND, self._job().to_json())
         weakref.finalize(self, self.process.close)
 
     @property
@@ -141,6 +141,7 @@ class DedicatedDraft(FollowingSide):
             target=args.model_path,
             draft=args.speculative_draft_model_path,
             revision=args.speculative_draft_model_revision,
+            target_revision=args.revision,
             aux_layer_ids=None if options.aux_layer_ids is None else list(options.aux_layer_ids),
             convention=None if options.convention is None else options.convention.value,
             dtype=str(self.kv_dtype).removeprefix("torch."),
@@ -181,7 +182,7 @@ class DedicatedDraft(FollowingSide):
         slots = batch.req_pool_indices_cpu.tolist()
         self._known = Known(slots, self._rewritten.take(slots))
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """The target's weights have changed: the drafter keeps what it has read of the target's files."""
         if self.facts.borrowed and not self._warned_of_weights:
             self._warned_of_weights = True

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eaglex import checkpoint
-from eaglex.bridge import HostPool
+from eaglex.bridge import Follower, HostPool
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults, current_stream
 from eaglex.errors import ConfigError, DeviceError
@@ -69,6 +69,8 @@ class DraftSide:
         self.weight_load_time = 0.0
         self.metrics: Metrics | None = None
         self._failures = 0  # of drafts, by a device
+        self._outdated = False  # the target's weights have changed since the last forward
+        self._alone: Follower | None = None  # this rank goes on without drafts
         self._link: Link | None = None  # where there are several ranks, once there are results for it
         self._buffers = VerifyPool(device)
         self._verify_input = compat.symbol("EagleVerifyInput")
@@ -83,6 +85,7 @@ class DraftSide:
             convention=options.convention,
             max_positions=model_config.context_len,
             revision=server_args.speculative_draft_model_revision,
+            target_revision=server_args.revision,
         )
         self.config, aux = self.facts.config, self.facts.aux
         self.speculation.check(self.config)
@@ -149,8 +152,46 @@ class DraftSide:
     def init_cuda_graphs(self) -> None:
         """The last step of a start."""
 
+    def outdated(self) -> None:
+        """The target's weights have changed, and with them what the draft shares."""
+        self._outdated = True
+
     def renew(self) -> None:
-        """The target's weights have changed, and those that the draft shares with it."""
+        """To be called before a forward: renew what the draft shares with the target, once for all updates since the
+        last one, which come in dozens of pieces. All ranks do it before the same forward.
+        """
+        if self._outdated:
+            self._outdated = False
+            self._renew()
+
+    def _renew(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def _renewed_in_place(self) -> bool:
+        """Whether the embedding, which the engine reads as it is, is all that the draft shares: the same on all ranks.
+        A head lies in the engine in an order of its own, maybe with fewer bits and rows: then it is made again.
+        """
+        return self.facts.borrowed == ("embed_tokens",)
+
+    def _agreed(self, failure: Exception | None) -> bool:
+        """Whether the rank that drafts has an engine again; all ranks ask. Without one they all go on without drafts,
+        until the next update.
+        """
+        self._alone = None
+        if self.ranks.told(failure is None):
+            return True
+        if failure is not None:
+            logger.error(
+                "EAGLEX: after an update of weights the engine could not be made again; requests go on without drafts "
+                "until the next update: %s",
+                failure,
+            )
+        results = DraftResults.allocate(self.speculation, self.limits, self.device)
+        self._alone = Follower.alone(
+            self.speculation, limits=self.limits, vocab_size=self.config.vocab_size, results=results
+        )
+        return False
 
     def forget(self) -> None:
         """No slot has a draft any more."""

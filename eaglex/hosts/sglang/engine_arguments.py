@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,12 @@ REFUSED: Final = (
 )
 
 
+DRAFTERS_OWN: Final = ("drafter_deadline", "drafter_device")
+HOST_VARIABLES: Final = (  # of the host, with a dedicated drafter
+    ("SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS", "rank 0 could not see the drafter's GPU"),
+    ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "it rewrites the host's table unseen, and drafts would come from KV slots "
+     "that are given back"),
+)  # fmt: skip
 QUANT_WORDS: Final[dict[str | None, DraftQuant | None]] = {"unquant": None, "fp8": DraftQuant.every(Precision.FP8)}
 
 
@@ -43,6 +50,8 @@ def refuse(server_args: Any, options: Options) -> None:
         )
     if options.placement is Placement.DEDICATED:
         _refuse_dedicated(server_args, options)
+    else:
+        refuse_unused(options, DRAFTERS_OWN, "placement='rank0'")
     if server_args.speculative_adaptive:
         if server_args.speculative_eagle_topk not in (None, 1):
             raise ValueError(
@@ -57,6 +66,18 @@ def refuse(server_args: Any, options: Options) -> None:
         _admit_adaptive()
 
 
+def refuse_unused(options: Options, names: tuple[str, ...], beside: str) -> None:
+    """Options that would change nothing.
+
+    Raises:
+        ValueError: one of `names` is not what it is by default, with what is chosen `beside` it.
+    """
+    plain = Options()
+    for name in names:
+        if getattr(options, name) != getattr(plain, name):
+            raise ValueError(f"EAGLEX does not support {VARIABLE} {name} with {beside}: nothing would read it.")
+
+
 def _refuse_dedicated(server_args: Any, options: Options) -> None:
     placement = f"{VARIABLE} placement='dedicated'"
     if server_args.dp_size != 1:
@@ -64,6 +85,9 @@ def _refuse_dedicated(server_args: Any, options: Options) -> None:
             f"EAGLEX does not support dp_size={server_args.dp_size} (needs 1) with {placement}: replicas would put "
             "their drafters on one another's GPUs."
         )
+    for variable, why in HOST_VARIABLES:
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes", "y"):
+            raise ValueError(f"EAGLEX does not support {variable}={os.environ[variable]} with {placement}: {why}.")
     drafter_device_of(server_args, options)
     found = {
         "pausing": options.pausing,

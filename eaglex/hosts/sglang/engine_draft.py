@@ -58,8 +58,8 @@ class EngineDraft(DraftSide):
 
     @property
     def trees(self) -> Trees:
-        """The engine."""
-        return self.engine
+        """The engine, or what makes trees of roots where there is none any more."""
+        return self._alone or self.engine
 
     @property
     def _in_place(self) -> tuple[str, ...]:
@@ -81,6 +81,7 @@ class EngineDraft(DraftSide):
             max_positions=model_config.context_len,
             dtype=model_config.dtype,
             revision=args.speculative_draft_model_revision,
+            target_revision=args.revision,
             held=self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype),
         )
         weights = to_device(loaded.weights, self.device)
@@ -115,11 +116,15 @@ class EngineDraft(DraftSide):
         self._build()
 
     def _build(self) -> None:
+        self._make_engine()
+        self._connect(self.engine.results)
+
+    def _make_engine(self) -> None:
         """The engine. The originals of the matrices that it keeps in an order of its own are let go of."""
         weights, self._weights = self._weights, None
         if weights is None:
             weights = self._load()
-        in_place = self._in_place
+        in_place, self._embedding = self._in_place, weights.embed_tokens
         originals = [(weakref.ref(tensor), tensor.nbytes) for name, tensor in weights.named() if name not in in_place]
         with self.memory.taking("engine"):
             self._engine = DraftEngine(
@@ -136,7 +141,6 @@ class EngineDraft(DraftSide):
         results = sum(tensor.nbytes for tensor in vars(self._engine.results).values() if tensor is not None)
         kept = self._engine.prepared_bytes - dropped
         self.memory.planned["engine"] = kept + self._engine.workspace_bytes + results
-        self._connect(self._engine.results)
 
     def _report(self) -> None:
         logger.info(
@@ -163,29 +167,51 @@ class EngineDraft(DraftSide):
             self.graph_time_usage = {"draft_decode": time.perf_counter() - started}
             self.graph_memory_usage = {"draft_decode": self.memory.used["graphs"] / 1e9}
 
-    def renew(self) -> None:
-        """The target's weights have changed, and those that the draft shares with it: the engine is made again."""
-        if not self.facts.borrowed or self._engine is None:
+    def _renew(self) -> None:
+        """The embedding where it lies; an engine that has more of the target's in it is made again."""
+        if not self.facts.borrowed:
+            return
+        if self._renewed_in_place:
+            self._renew_embedding()
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
         self._runs.clear()
         self._buffers.forget()
         self._link = None  # over the results of the engine that goes; the others do the same
-        self._engine = None  # before the next, as both would not fit beside each other
+        self._engine = self._weights = None  # before the next, as both would not fit beside each other
         if self.metrics is not None:
             self.metrics.restart()
         self.memory = draft_memory.Ledger(self.device)
-        self._build()
-        self._capture()
+        failure = None
+        try:
+            self._make_engine()
+            self._capture()
+        except Exception as error:  # no memory, no file any more: the target has its weights, and serves
+            failure = error.with_traceback(None)  # whose frames hold half an engine
+            self._engine = self._weights = None
+        if self._agreed(failure):
+            self._connect(self.engine.results)
+
+    def _renew_embedding(self) -> None:
+        model, model_config = self.target_worker.model_runner.model, self.target_worker.model_config
+        try:
+            held = self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype)
+            (found,) = held.values()
+            if found.data_ptr() != self._embedding.data_ptr():  # else the update has written it already
+                self._embedding.copy_(found)
+        except Exception as error:
+            logger.error("EAGLEX: after an update of weights the draft keeps the old embedding: %s", error)
 
     def forget(self) -> None:
         """No slot has a draft any more."""
-        self.engine.results.drafted_for.fill_(-1)
+        if self._engine is None:
+            return
+        self._engine.results.drafted_for.fill_(-1)
 
     def counters(self) -> dict[str, int]:
-        """Requests per outcome since the start."""
-        return self.engine.counters()
+        """Requests per outcome since the engine was made."""
+        return {} if self._engine is None else self._engine.counters()
 
     @property
     def rows_kept(self) -> int:
@@ -198,6 +224,8 @@ class EngineDraft(DraftSide):
 
         Without `drafting` fc, K and V of the accepted tokens are kept and nothing is drafted.
         """
+        if self._engine is None:
+            return
         drafted = self._tried(self._after_verify, verified, drafting, stream)
         if drafting and self._link is not None:
             slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
@@ -217,6 +245,8 @@ class EngineDraft(DraftSide):
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
         """Extend by the prompts' tokens, then draft from each prompt that is whole."""
+        if self._engine is None:
+            return
         drafted = self._tried(self._after_prefill, prefilled, drafting, stream)
         if drafting and self._link is not None:
             self._link.tell(prefilled.req_pool_indices, prefilled.seq_lens, None, draft=drafted, stream=stream)

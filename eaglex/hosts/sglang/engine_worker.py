@@ -67,7 +67,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         hooks.around(manager, "release_memory_occupation", before=self._drain)
         hooks.at_the_end_of_a_turn(self._stream.launch)
         for name in hooks.UPDATES:
-            hooks.around(manager, name, before=self._drain, after=self._draft_worker.renew)
+            hooks.around(manager, name, before=self._drain, after=self._draft_worker.outdated)
         if kind is EngineDraft:
             logger.info("EAGLEX: eaglex's engine drafts right after verification.")
 
@@ -106,6 +106,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         overlap.
         """
         self._draft_worker.check()
+        self._draft_worker.renew()
         current = self._forwards = self._stream.join()
         self._draft_worker.begin(batch)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
@@ -127,7 +128,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
 
     def _prefill(self, batch: Any) -> tuple[Any, Callable[[int], None], Any]:
         mode = compat.symbol("CaptureHiddenMode").FULL
-        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
+        with contextlib.nullcontext() if self._roots is None else self._roots.states.as_captured():
+            result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = self._relayed(result.next_token_ids)
         prefilled = Prefilled(

@@ -38,14 +38,18 @@ class FollowerDraft(FollowingSide):
         super()._follow()
         logger.info("EAGLEX: rank %d hears of drafts by %s.", self.ranks.rank, self.link.bridge.transport)
 
-    def renew(self) -> None:
-        """As the rank that drafts does it: its engine, and with it the bridge, is made again."""
-        if not self.facts.borrowed or self._link is None or self.options.placement is Placement.DEDICATED:
+    def _renew(self) -> None:
+        """As the rank that drafts does it: its embedding is gathered; or its engine is made again, and the bridge."""
+        if not self.facts.borrowed or self.options.placement is Placement.DEDICATED:
+            return
+        if self._renewed_in_place:
+            self._share()
             return
         self._buffers.forget()
         self._link = self._follower = None
         self._share()
-        self._follow()
+        if self._agreed(None):
+            self._follow()
 
     @property
     def rows_kept(self) -> int:
@@ -54,14 +58,14 @@ class FollowerDraft(FollowingSide):
 
     def draft_verified(self, verified: Verified, drafting: bool, stream: int) -> None:
         """Take in what the rank that drafts says of these requests."""
-        if drafting:
+        if drafting and self._link is not None:
             slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
-            self.link.hear(slots, lens, accepted, stream=stream)
+            self._link.hear(slots, lens, accepted, stream=stream)
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
         """As `draft_verified`."""
-        if drafting:
-            self.link.hear(prefilled.req_pool_indices, prefilled.seq_lens, None, stream=stream)
+        if drafting and self._link is not None:
+            self._link.hear(prefilled.req_pool_indices, prefilled.seq_lens, None, stream=stream)
 
     def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
         """Nothing to time here: the table is the drafting rank's."""

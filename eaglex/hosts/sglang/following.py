@@ -27,9 +27,10 @@ class FollowingSide(DraftSide):
 
     @property
     def trees(self) -> Trees:
-        """The follower, whose trees are the engine's."""
-        assert self._follower is not None
-        return self._follower
+        """The follower, whose trees are the engine's; of roots alone where nothing is drafted any more."""
+        found = self._alone or self._follower
+        assert found is not None
+        return found
 
     def _follow(self) -> None:
         """This rank's results and its end of the bridge. Raises BridgeError on every rank alike."""
@@ -38,4 +39,5 @@ class FollowingSide(DraftSide):
 
     def forget(self) -> None:
         """No slot has a draft any more."""
-        self.link.bridge.results.drafted_for.fill_(-1)
+        if self._link is not None:
+            self._link.bridge.results.drafted_for.fill_(-1)

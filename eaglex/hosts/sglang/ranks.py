@@ -36,6 +36,10 @@ class Ranks:
         """Whether this rank has the draft."""
         return self.rank == DRAFTS
 
+    def told(self, word: bool) -> bool:
+        """What the rank that drafts says, on every rank."""
+        return word if self.size == 1 else bool(self._group.broadcast_object(word, src=DRAFTS))
+
     def shared(self, model: Any, names: tuple[str, ...], vocab_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """The target's tensors of these names on the rank that drafts, and nothing elsewhere; no copy where one rank
         has them whole. Rows that the host pads them by are left out.

@@ -7,8 +7,10 @@ host itself has captured.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,7 @@ class VerifyStates:
     def __init__(self, model_runner: Any, *, steps: int, nodes: int) -> None:
         self._runner = model_runner
         self.active = VerifyState(steps, nodes, model_runner.attn_backend, model_runner.decode_cuda_graph_runner)
-        self._states = {steps: self.active}
+        self._states, self._captured = {steps: self.active}, steps
         self.seconds = 0.0
 
     def __getitem__(self, steps: int) -> VerifyState:
@@ -87,3 +89,13 @@ class VerifyStates:
                 "eaglex.steps", speculative_num_steps=steps, speculative_num_draft_tokens=self.active.nodes
             )
         return self.active
+
+    @contextlib.contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """For a prompt: the state that the host has captured, whose attention backend its prompts' graphs plan on."""
+        steps = self.active.steps
+        self.activate(self._captured)
+        try:
+            yield
+        finally:
+            self.activate(steps)
