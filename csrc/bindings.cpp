@@ -303,7 +303,7 @@ void bind_tensors(py::module_& m) {
   py::class_<DraftWeights>(m, "DraftWeights").def(py::init<>())
       EAGLEX_TENSOR(DraftWeights, embed_tokens) EAGLEX_TENSOR(DraftWeights, fc) EAGLEX_TENSOR(DraftWeights, aux_norms)
       EAGLEX_FIELD(DraftWeights, layers) EAGLEX_TENSOR(DraftWeights, norm) EAGLEX_TENSOR(DraftWeights, lm_head)
-      EAGLEX_TENSOR(DraftWeights, d2t) EAGLEX_TENSOR(DraftWeights, inv_freq);
+      EAGLEX_TENSOR(DraftWeights, lm_head_rows) EAGLEX_TENSOR(DraftWeights, d2t) EAGLEX_TENSOR(DraftWeights, inv_freq);
   py::class_<EngineTensors>(m, "EngineTensors").def(py::init<>())
       EAGLEX_TENSOR(EngineTensors, req_to_token) EAGLEX_TENSOR(EngineTensors, draft_k) EAGLEX_TENSOR(EngineTensors, draft_v)
       EAGLEX_TENSOR(EngineTensors, draft_tokens) EAGLEX_TENSOR(EngineTensors, parents) EAGLEX_TENSOR(EngineTensors, scores)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError, DeviceError
-from eaglex.reference import rope_frequencies
+from eaglex.reference_rope import rope_frequencies
 from eaglex.repeated import RepeatedRun, RepeatedTree
 
 if TYPE_CHECKING:
@@ -198,11 +198,11 @@ class DraftEngine:
         self._binary = binary
         # The tensors themselves, not the caller's lists and dataclasses, which the caller may change.
         results = _fields(self.results).values()
-        # embed_tokens always: it may be the same memory as lm_head.
+        # embed_tokens always: it may be the same memory as lm_head. lm_head_rows are read where they lie.
         matrices = [
             weight
             for name, weight in weights.named()
-            if name == "embed_tokens"
+            if name in ("embed_tokens", "lm_head_rows")
             or self._engine.reads_original((weight if isinstance(weight, Tensor) else weight.values).data_ptr())
         ]
         # Attributes go in the order in which they were set. The last reference to the C++ engine, whose end waits for
@@ -409,6 +409,7 @@ def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
         layers=layers,
         norm=_plain(weights.norm),
         lm_head=_plain(weights.lm_head),
+        lm_head_rows=_plain(weights.lm_head_rows),
         d2t=weights.d2t,
         inv_freq=inv_freq,
     )

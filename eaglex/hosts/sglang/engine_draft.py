@@ -75,7 +75,7 @@ class EngineDraft(DraftSide):
 
     @property
     def _borrowed(self) -> tuple[str, ...]:
-        return tuple(name for name in self.facts.borrowed if name != "lm_head" or not self._shrink.own_head)
+        return self._shrink.shared(self.facts.borrowed)
 
     def _load(self) -> DraftWeights:
         args, options, model_config = self.server_args, self.options, self.target_worker.model_config
