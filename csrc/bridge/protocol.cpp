@@ -110,6 +110,7 @@ void DrafterLink::forget(std::int64_t slot) {
 }
 
 void DrafterLink::asked(std::uint64_t epoch, Time now, Clock::duration patience) {
+  if (state_ != State::kDrafting) oldest_ = epoch;
   state_ = State::kDrafting;
   patience_ = patience;
   anew_ = false;
@@ -132,7 +133,7 @@ bool DrafterLink::replied(const Reply& reply, Time now) {
     if (reply.epoch >= epoch_) overdue_ = false;
     return false;
   }
-  if (state_ != State::kDrafting || reply.epoch < epoch_) return false;
+  if (state_ != State::kDrafting || reply.epoch < oldest_) return false;
   if (reply.epoch > epoch_) {
     fall(Fault::kBadReply, State::kResting, concat("epoch of its reply: expected ", epoch_, ", got ", reply.epoch),
          now);
@@ -141,10 +142,12 @@ bool DrafterLink::replied(const Reply& reply, Time now) {
   } else if (!reply.complaint.empty()) {
     fall(Fault::kBadReply, State::kResting, reply.complaint, now);
   } else {
-    state_ = State::kReady;
+    oldest_ = reply.epoch + 1;
+    if (reply.epoch == epoch_) state_ = State::kReady;
     rest_ = timing_.rejoin_after;
     return true;
   }
+  overdue_ = reply.epoch < epoch_;
   return false;
 }
 

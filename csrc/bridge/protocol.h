@@ -46,15 +46,16 @@ struct LinkTiming {
 };
 inline constexpr Clock::duration kLongestRest = std::chrono::seconds(64);
 
-// Rank 0's view of a dedicated drafter. At most one request is out; whatever happens to the drafter, the answer is
-// "no draft" by the deadline, one complaint per fall, and a way back.
+// Rank 0's view of a dedicated drafter. Requests are answered in their order, and how many may be out is the caller's
+// business; whatever happens to the drafter, the answer is "no draft" by the deadline, one complaint per fall, and a way
+// back.
 class DrafterLink {
  public:
   enum class State : std::uint8_t {
     kAbsent,    // nobody has joined, or the process has ended
     kResting,   // fell; comes back when its overdue reply was read and it has rested
     kReady,     // the next request may go out
-    kDrafting,  // a request is out
+    kDrafting,  // requests are out
     kRefused,   // unusable until another process joins
   };
 
@@ -111,8 +112,9 @@ class DrafterLink {
   LinkTiming timing_;
   State state_ = State::kAbsent;
   std::uint64_t generation_ = 0;
-  std::uint64_t epoch_ = 0;  // of the request that is out
-  bool overdue_ = false;     // resting: its reply is still to come
+  std::uint64_t epoch_ = 0;   // of the request that went out last
+  std::uint64_t oldest_ = 0;  // that is still out
+  bool overdue_ = false;      // resting: the last one's reply is still to come
   bool fallen_before_ = false;
   bool anew_ = true;
   Time asked_at_{};

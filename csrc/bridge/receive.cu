@@ -74,6 +74,7 @@ __device__ bool header_fits(const MessageHeader& header, std::uint64_t epoch, co
 }
 
 __device__ void conclude(const PushChannel& channel, std::uint64_t epoch, PushCode code, Verdict verdict) {
+  if (code != PushCode::kFine) channel.state->failed = 1;  // requests behind this one are off
   channel.outcome->code = code;
   channel.outcome->verdict = verdict;
   __threadfence_system();
@@ -148,6 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t drafts = channel.state->drafts;
   const Expected own = expected_of(lanes, thread());  // here before the message is
   if (channel.state->failed != 0) {
+    if (threadIdx.x == 0 && channel.outcome != nullptr) conclude(channel, epoch, PushCode::kEnded, {});
     no_drafts(results, num_slots, lanes.ids());
     return;
   }

@@ -2,7 +2,7 @@
 #include "bridge/relay.h"
 
 #include <cstring>
-#include <new>
+#include <memory>
 
 namespace eaglex::bridge {
 namespace {
@@ -35,10 +35,12 @@ RelayTable table_of(const Terms& terms, const RelayHost& end) {
 }
 
 template <typename T>
-T* pinned() {
+T* pinned(std::size_t count = 1) {
   void* memory = nullptr;
-  check_cuda(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocPortable | cudaHostAllocMapped), "pinned memory");
-  return new (memory) T{};
+  check_cuda(cudaHostAlloc(&memory, count * sizeof(T), cudaHostAllocPortable | cudaHostAllocMapped), "pinned memory");
+  auto* const made = static_cast<T*>(memory);
+  std::uninitialized_value_construct_n(made, count);
+  return made;
 }
 
 }  // namespace
@@ -58,6 +60,7 @@ RowsBox rows_box(std::byte* memory, const Terms& terms) {
   };
   RowsBox box;
   box.arrived = reinterpret_cast<std::uint64_t*>(take(8));
+  box.off = reinterpret_cast<std::uint64_t*>(take(8));
   box.seq_lens = reinterpret_cast<std::int64_t*>(take(lanes * 8));
   box.slots = reinterpret_cast<std::int64_t*>(take(lanes * 8));
   box.input_ids = reinterpret_cast<std::int64_t*>(take(static_cast<std::size_t>(terms.max_rows) * 8));
@@ -93,11 +96,10 @@ DeviceRelayClient::DeviceRelayClient(Group& group, LinkTiming timing, const Rela
   auto* const kept = static_cast<std::byte*>(kept_memory_.get());
   kept_ = {reinterpret_cast<std::int64_t*>(kept), reinterpret_cast<std::int64_t*>(kept + lanes * 8),
            reinterpret_cast<std::int32_t*>(kept + lanes * 16)};
-  outcome_ = pinned<RelayOutcome>();
+  outcomes_ = pinned<RelayOutcome>(kRelayOutcomes);
   channel_.state = static_cast<PushState*>(state_.get());
   channel_.shape = terms.shape();
   channel_.inbox = static_cast<const Packet*>(inbox_.get());
-  channel_.outcome = outcome_;
   channel_.overlaps = may_overlap(device);
   staging_ = device_memory(packets_of(terms.shape().max_bytes()) * 8);
   channel_.staging = static_cast<std::byte*>(staging_.get());
@@ -117,7 +119,7 @@ DeviceRelayClient::~DeviceRelayClient() {
   const OnDevice here(device_);
   box_.reset();
   inbox_.reset();  // waits for the device
-  static_cast<void>(cudaFreeHost(outcome_));
+  static_cast<void>(cudaFreeHost(outcomes_));
   static_cast<void>(cudaFreeHost(status_));
 }
 
@@ -136,28 +138,30 @@ void DeviceRelayClient::look(Time now) {
 void DeviceRelayClient::drain(Time now) {
   for (;;) {
     const std::span<const std::byte> in = group_.replies().next(0, Time::min(), nullptr);
-    if (in.empty()) return;
+    if (in.empty()) break;
     ReplyHeader reply{};
     std::uint64_t epoch = 0;
     if (in.size() >= sizeof reply + sizeof epoch) {
       std::memcpy(&reply, in.data(), sizeof reply);
       if (reply.failed == kHello) {
+        if (!out_.empty()) break;  // launches that may still write to its predecessor's memory
         reach(reply.generation,
               std::string(reinterpret_cast<const char*>(in.data()) + sizeof reply, in.size() - sizeof reply));
       } else {
         std::memcpy(&epoch, in.data() + sizeof reply, sizeof epoch);
-        if (link_.state() == DrafterLink::State::kResting)
-          static_cast<void>(link_.replied({reply.generation, epoch, reply.failed != 0, {}}, now));
+        if (reply.generation == reached_) done_ = epoch;
       }
     }
     group_.replies().release(0);
   }
+  if (link_.state() == DrafterLink::State::kResting)
+    static_cast<void>(link_.replied({reached_, done_, false, {}}, now));
 }
 
 void DeviceRelayClient::reach(std::uint64_t generation, const std::string& handle) {
   const OnDevice here(device_);
   box_.reset();
-  reached_ = 0;
+  reached_ = done_ = 0;
   try {
     box_ = opened(handle, "the dedicated drafter");
     reached_ = generation;
@@ -175,31 +179,42 @@ bool DeviceRelayClient::joined() {
   return reached_ == generation || link_.state() == DrafterLink::State::kRefused || group_.gone(group_.drafter());
 }
 
-// What has become of the last request. Its device has waited already; hosts come here a cycle later.
-void DeviceRelayClient::settle() {
-  if (link_.state() != DrafterLink::State::kDrafting) return;
-  const volatile RelayOutcome& now = *outcome_;
+// What has become of requests that are out; waits until at most so many of them still are. Their device has waited
+// already, hosts come here a cycle later.
+void DeviceRelayClient::settle(std::size_t most_out) {
   const Time latest = Clock::now() + link_.patience() + timing_.rows_deadline;
-  while (now.epoch < epoch_) {
+  while (!out_.empty()) {
+    const std::uint64_t epoch = out_.front();
+    const volatile RelayOutcome& outcome = outcomes_[epoch % kRelayOutcomes];
+    if (outcome.epoch == epoch) {
+      std::atomic_thread_fence(std::memory_order_acquire);
+      out_.pop_front();
+      if (link_.state() == DrafterLink::State::kDrafting) {
+        learn(epoch, static_cast<PushCode>(outcome.code), static_cast<Verdict>(outcome.verdict));
+      }
+      continue;
+    }
+    if (out_.size() <= most_out || link_.state() != DrafterLink::State::kDrafting) return;
     if (group_.gone(group_.drafter())) return link_.left(Clock::now());
     if (Clock::now() > latest) return link_.expired(Clock::now());
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
-  std::atomic_thread_fence(std::memory_order_acquire);
-  const auto code = static_cast<PushCode>(now.code);
+}
+
+void DeviceRelayClient::learn(std::uint64_t epoch, PushCode code, Verdict verdict) {
   if (code == PushCode::kLate || code == PushCode::kEnded) {
     if (group_.gone(group_.drafter())) return link_.left(Clock::now());
     return link_.expired(Clock::now());
   }
   // Where the rows came later than it waits for them, it replies without knowing whom they are of.
   const std::string complaint = code == PushCode::kSplit ? "its reply is for another batch" : "";
-  const bool failed = code == PushCode::kFine && static_cast<Verdict>(now.verdict) == Verdict::kNoDraft;
-  static_cast<void>(link_.replied({reached_, epoch_, failed, complaint}, Clock::now()));
+  const bool failed = code == PushCode::kFine && verdict == Verdict::kNoDraft;
+  static_cast<void>(link_.replied({reached_, epoch, failed, complaint}, Clock::now()));
 }
 
 Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lanes, const DraftResults& results,
                                  Stream stream) {
-  settle();
+  settle(kMostOut - 1);
   const Time now = Clock::now();
   look(now);
   drain(now);
@@ -219,7 +234,8 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
     if (asks && terms.pooled() && (lanes.begins[i] != 0 || lanes.rewritten.at(i) != 0)) asked.entries.add(lane);
     link_.forget(lanes.slots[i]);  // until these rows are on their way
   }
-  if (!any || !link_.ready(now) || reached_ != group_.generation()) return Verdict::kNoDraft;
+  const bool takes = out_.empty() ? link_.ready(now) : link_.state() == DrafterLink::State::kDrafting;
+  if (!any || !takes || reached_ != group_.generation()) return Verdict::kNoDraft;
   if (!send(batch, asked, results, timing_.deadline, stream)) return Verdict::kNoDraft;
   for (int lane = 0; lane < batch.batch; ++lane) {
     const auto i = static_cast<std::size_t>(lane);
@@ -230,14 +246,14 @@ Verdict DeviceRelayClient::draft(const DraftBatch& batch, const KnownLanes& lane
 
 bool DeviceRelayClient::try_out(const DraftBatch& batch, const DraftResults& results, Clock::duration patience,
                                 Stream stream) {
-  settle();
+  settle(0);
   const Time now = Clock::now();
   look(now);
   drain(now);
-  if (!link_.ready(now) || reached_ != group_.generation()) return false;
+  if (!out_.empty() || !link_.ready(now) || reached_ != group_.generation()) return false;
   ++epoch_;
   if (!send(batch, {}, results, patience, stream)) return false;
-  settle();
+  settle(0);
   return link_.state() == DrafterLink::State::kReady;
 }
 
@@ -246,7 +262,7 @@ bool DeviceRelayClient::send(const DraftBatch& batch, const Asked& asked, const 
   const Terms& terms = group_.terms();
   const Time now = Clock::now();
   const std::span<std::byte> out = group_.rows().reserve(Time::min(), nullptr);
-  if (out.empty()) {  // it holds on to four requests although at most one is out
+  if (out.empty()) {  // it holds on to four requests although at most two are out
     link_.asked(epoch_, now);
     link_.expired(now);
     return false;
@@ -269,6 +285,8 @@ bool DeviceRelayClient::send(const DraftBatch& batch, const Asked& asked, const 
   rows.batch = batch;
   rows.wanted = asked.wanted;
   rows.entries = asked.entries;
+  rows.failed = &static_cast<PushState*>(state_.get())->failed;
+  rows.afresh = link_.anew();
   rows.table = table_;
   rows.results = results;
   rows.num_slots = terms.num_slots;
@@ -279,6 +297,7 @@ bool DeviceRelayClient::send(const DraftBatch& batch, const Asked& asked, const 
   launch_send_rows(rows, terms.aux_width, stream);
   channel_.epoch = epoch_;
   channel_.deadline_ns = ns_of(patience);
+  channel_.outcome = outcomes_ + epoch_ % kRelayOutcomes;
   LaneList kept;
   kept.count = batch.batch;
   kept.slots = kept_.slots;
@@ -286,6 +305,7 @@ bool DeviceRelayClient::send(const DraftBatch& batch, const Asked& asked, const 
   kept.num_valid = kept_.num_valid;
   launch_receive(channel_, results, terms.num_slots, kept, stream);
   link_.asked(epoch_, now, patience);
+  out_.push_back(epoch_);
   return true;
 }
 

@@ -4,6 +4,7 @@
 // and drafts go through host memory (DrafterClient).
 #pragma once
 
+#include <deque>
 #include <mutex>
 
 #include "bridge/device.h"
@@ -14,6 +15,7 @@ namespace eaglex::bridge {
 // One request in a device's memory: as in shared memory (rows.cpp), the hidden states in the target's own type.
 struct RowsBox {
   std::uint64_t* arrived = nullptr;  // the epoch of what lies here, written last
+  std::uint64_t* off = nullptr;      // the same epoch where nothing was written for it
   std::int64_t* seq_lens = nullptr;
   std::int64_t* slots = nullptr;
   std::int64_t* input_ids = nullptr;
@@ -30,6 +32,10 @@ struct RowsBox {
 [[nodiscard]] RowsBox rows_box(std::byte* memory, const Terms& terms);
 
 inline constexpr int kMaxRelayLanes = 1024;
+// A host that runs ahead of its device asks for the next draft while the last one is being made: with one request out it
+// would wait for that. What a device does for two is in their order, so they share the drafter's box.
+inline constexpr std::size_t kMostOut = 2;
+inline constexpr std::size_t kRelayOutcomes = 4;
 
 // Lanes that are asked about: the others' rows the drafter has not all seen.
 struct LaneMask {
@@ -64,6 +70,10 @@ struct SendRows {
   RelayLanes kept;
   std::uint64_t epoch = 0;
   unsigned long long* finished = nullptr;  // blocks of this launch that have; zero before and after
+  // Nonzero once a reply has failed: the drafter may still read what it was sent before, so its box is left alone.
+  // `afresh` takes that back, in the first request since.
+  std::uint64_t* failed = nullptr;
+  bool afresh = true;
 };
 // `width` values per row.
 void launch_send_rows(const SendRows& rows, int width, Stream stream);
@@ -99,7 +109,8 @@ class DeviceRelayClient final : public RelayClient {
             Stream stream);
   void look(Time now);
   void drain(Time now);
-  void settle();
+  void settle(std::size_t most_out);
+  void learn(std::uint64_t epoch, PushCode code, Verdict verdict);
   void reach(std::uint64_t generation, const std::string& handle);
 
   Group& group_;
@@ -112,10 +123,12 @@ class DeviceRelayClient final : public RelayClient {
   OpenedMemory box_;
   std::uint64_t reached_ = 0;  // the generation whose box this is
   PushStatus* status_ = nullptr;
-  std::mutex stopping_;  // who writes status_->stop
-  RelayOutcome* outcome_ = nullptr;
+  std::mutex stopping_;               // who writes status_->stop
+  RelayOutcome* outcomes_ = nullptr;  // [kRelayOutcomes], by epoch
   PushChannel channel_;
   std::uint64_t epoch_ = 0;
+  std::deque<std::uint64_t> out_;  // launched, and what has become of them not yet known
+  std::uint64_t done_ = 0;         // the last request that the drafter's host was done with
   Watcher watcher_;
 };
 

@@ -73,9 +73,25 @@ __device__ void take_table(const TakeRows& rows) {
   }
 }
 
+// A request in front of this one has failed: the drafter is not to wait for these rows.
+__device__ void send_nothing(const SendRows& rows) {
+  if (blockIdx.x != 0) return;
+  for (int lane = thread(); lane < rows.batch.batch; lane += threads()) {
+    const std::int64_t slot = rows.batch.req_pool_indices[lane];
+    if (!in_range(slot, rows.num_slots)) continue;
+    rows.results.num_nodes[slot] = 0;
+    rows.results.drafted_for[slot] = -1;
+  }
+  if (threadIdx.x != 0) return;
+  write_now(rows.to.off, rows.epoch);
+  __threadfence_system();
+  write_now(rows.to.arrived, rows.epoch);
+}
+
 __global__ void __launch_bounds__(kCopyThreads) send_rows_kernel(const __grid_constant__ SendRows rows, Widths widths) {
   wait_for_producers();
   const DraftBatch& batch = rows.batch;
+  if (!rows.afresh && *rows.failed != 0) return send_nothing(rows);
   if (widths.wide) {
     copy_rows<Words>(batch, widths.row, widths.stride, rows.to.aux);
   } else {
@@ -83,6 +99,7 @@ __global__ void __launch_bounds__(kCopyThreads) send_rows_kernel(const __grid_co
   }
   if (rows.table.width > 0) send_table(rows);
   if (blockIdx.x == 0) {
+    if (rows.failed != nullptr && threadIdx.x == 0) *rows.failed = 0;
     for (int i = thread(); i < batch.num_rows; i += threads()) rows.to.input_ids[i] = batch.input_ids[i];
     for (int lane = thread(); lane <= batch.batch; lane += threads()) rows.to.row_start[lane] = batch.row_start[lane];
     for (int lane = thread(); lane < batch.batch; lane += threads()) {
@@ -115,8 +132,8 @@ __global__ void take_rows_kernel(const __grid_constant__ TakeRows rows) {
     while (latest < rows.epoch && now_ns() - begun < rows.deadline_ns && read_now(&rows.status->stop) == 0) {
       for (unsigned i = 0; i < 1000 && latest < rows.epoch; ++i) latest = read_now(rows.from.arrived);
     }
-    there = latest == rows.epoch ? 1 : 0;
     __threadfence_system();  // the rows were written before the epoch was
+    there = latest == rows.epoch && read_now(rows.from.off) != rows.epoch ? 1 : 0;
   }
   __syncthreads();
   if (there != 0) {

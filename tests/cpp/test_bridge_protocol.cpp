@@ -289,6 +289,36 @@ TEST_CASE("a request that is given more time is late later") {
   CHECK(world.link.take_warning().find("no reply within 3000 ms") != std::string::npos);
 }
 
+TEST_CASE("two requests out are answered in their order") {
+  World world;
+  world.join();
+  REQUIRE(world.link.ready(world.now));
+  world.link.asked(7, world.now);
+  world.link.asked(9, world.now);
+  CHECK_FALSE(world.reply(6));
+  SUBCASE("well") {
+    CHECK(world.reply(7));
+    CHECK(world.link.state() == State::kDrafting);
+    CHECK_FALSE(world.reply(7));
+    CHECK(world.reply(9));
+    CHECK(world.link.ready(world.now));
+    CHECK(world.link.take_warning().empty());
+    return;
+  }
+  SUBCASE("the first one late") {
+    world.link.expired(world.now);
+  }
+  SUBCASE("the first one without a draft") {
+    CHECK_FALSE(world.link.replied({1, 7, true, {}}, world.now));
+  }
+  world.now += 1000ms;
+  CHECK_FALSE(world.reply(7));
+  CHECK_FALSE(world.link.ready(world.now));  // the second one is still to come
+  CHECK_FALSE(world.reply(9));
+  CHECK(world.link.ready(world.now));
+  CHECK(world.link.returns() == 1);
+}
+
 TEST_CASE("a late reply that comes soon does not bring it back at once") {
   World world;
   world.fall();

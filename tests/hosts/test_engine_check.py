@@ -7,6 +7,7 @@ from typing import Any
 import engine_check
 import pytest
 from engine_check import ENGINE, HOST, LANES, judged, lane_environment, table
+from socket_parts import cases
 from test_socket_check import served
 
 from eaglex.hosts.sglang import options
@@ -197,3 +198,9 @@ def test_what_is_penalised_depends_on_timing() -> None:
     row = judged("chain, features", stock, ours, ENGINE)
     assert row["equal"]
     assert len(row["excused"]) == 1
+
+
+def test_acceptance_by_position() -> None:
+    # of ten verifications two had no right draft, three one and five two
+    assert cases.by_position([2, 3, 5]) == [0.8, 0.625]
+    assert cases.by_position([4]) == cases.by_position([]) == []

@@ -6,6 +6,7 @@ transport shm all of it goes through host memory, and the drafter alone is on th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import datetime
@@ -156,6 +157,7 @@ class RelayRank:
         self.right: list[list[torch.Tensor]] = []
         self.warnings: list[str] = []
         self.longest = 0.0
+        self._hold = contextlib.ExitStack()
         if self.rank == 0:
             self.bridge.deadline = plan.rows_deadline or plan.deadline
             self.rig = make_rig(plan.device == "cuda")
@@ -168,7 +170,7 @@ class RelayRank:
             while not self.client.joined() and time.monotonic() < until:
                 time.sleep(0.01)
 
-    def cycle(self, draw: random.Random, *, prompt: bool) -> None:
+    def cycle(self, draw: random.Random, *, prompt: bool, seen: bool = True) -> None:
         cycle = Cycle.drawn(draw, self.lengths, prompt=prompt, most=self.plan.most_lanes)
         slots, lens = cycle.slots, cycle.lens
         new_lens = [a + b for a, b in zip(lens, cycle.valid, strict=True)]
@@ -179,14 +181,28 @@ class RelayRank:
                 self.push(slots, new_lens)
             else:
                 self.bridge.push(slots, new_lens, draft=False)
+            if seen:
+                self._released()
             self.longest = max(self.longest, time.monotonic() - begun)
             self.warnings += self.client.take_warnings()
             self.rig.engine.run(batch, current_stream(self.device))
-            self.right.append(taken(self.rig.engine.results, slots))
+            if seen:
+                self.right.append(taken(self.rig.engine.results, slots))
         else:
             self.receive(slots, new_lens)
-        self.seen.append(taken(self.results, slots))
+        if seen:
+            self.seen.append(taken(self.results, slots))
         cycle.add_to(self.lengths)
+
+    def _held(self) -> None:
+        """The device's next work waits: until `_released`, where it is emulated."""
+        if self.rank == 0 and self.plan.device == "cuda":
+            torch.cuda._sleep(int(0.3 * 2e9))
+        elif self.rank == 0:
+            self._hold.enter_context(emulated.held(ctypes.CDLL(self.bridge._binary.__file__)))
+
+    def _released(self) -> None:
+        self._hold.close()
 
     def asked_late(self, batch: DraftBatch, slots: list[int], lens: list[int], new_lens: list[int]) -> bool:
         """`ask`, by the plan behind work that takes the device a while, as the target's forward may."""
@@ -226,7 +242,9 @@ class RelayRank:
                 time.sleep(self.plan.pause_at[1] if self.rank == 0 else 0)
             if max(self.lengths) > 200:
                 self.lengths = [0] * LAYOUT.num_slots
-            self.cycle(draw, prompt=number % 10 == 0)
+            if number == self.plan.ahead_at:
+                self._held()
+            self.cycle(draw, prompt=number % 10 == 0, seen=number != self.plan.ahead_at)
             self.bridge.check()
             if self.plan.most_stall and stalls.random() < 0.1:
                 time.sleep(stalls.uniform(0, self.plan.most_stall))

@@ -56,6 +56,7 @@ class Plan:
     drafter_late: tuple[int, float] | None = None  # at that request, so many seconds
     drafter_fails_at: int = -1  # its engine, at that request
     rows_late: tuple[int, float] | None = None  # in that cycle rank 0's device has seconds of work in front of them
+    ahead_at: int = -1  # rank 0's device rests in that cycle, which is not looked at, until the next was asked for
     rows_deadline: float = 0.0  # so long the drafter waits for them; 0: the deadline
     pause_at: tuple[int, float] | None = None  # rank 0, in front of that cycle; all requests from there on are new ones
     most_lanes: int = 11
