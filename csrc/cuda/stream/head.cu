@@ -76,27 +76,36 @@ struct HeadStep : PlainStep {
   __device__ static __forceinline__ float offer(const Params& params, const std::uint64_t (&keys)[kRows / 32],
                                                 int first_id, int lane, int token) {
     static_assert(kRescoreGroup == 64);
+    constexpr int kGroups = kRows / kRescoreGroup;  // beside each other: a maximum over a warp takes its time
     const int count = group_offers(params.topk);
-    const int groups = (params.vocab + kRescoreGroup - 1) / kRescoreGroup;
+    std::uint32_t low[kGroups], high[kGroups];  // first 32 ids, the others
+    std::uint64_t mine[kGroups] = {};           // of lane < count
     float largest = __int_as_float(0xFF800000);
 #pragma unroll
-    for (int g = 0; g < kRows / kRescoreGroup; ++g) {
-      const int group = first_id / kRescoreGroup + g;
-      if (group >= groups) break;
-      std::uint64_t* const to = params.offers + static_cast<std::int64_t>(token) * params.stride + group * count;
-      std::uint32_t low = static_cast<std::uint32_t>(keys[2 * g] >> 32);
-      std::uint32_t high = static_cast<std::uint32_t>(keys[2 * g + 1] >> 32);
+    for (int g = 0; g < kGroups; ++g) {
+      low[g] = static_cast<std::uint32_t>(keys[2 * g] >> 32);
+      high[g] = static_cast<std::uint32_t>(keys[2 * g + 1] >> 32);
+    }
 #pragma unroll 1
-      for (int rank = 0; rank < count; ++rank) {
-        const std::uint32_t best = __reduce_max_sync(0xFFFFFFFF, max(low, high));
-        const std::uint32_t of_low = __ballot_sync(0xFFFFFFFF, low == best);
-        const std::uint32_t of_high = __ballot_sync(0xFFFFFFFF, high == best);
-        const int at = of_low != 0 ? __ffs(of_low) - 1 : 31 + __ffs(of_high);  // low ids are before all high ones
+    for (int rank = 0; rank < count; ++rank) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const std::uint32_t best = __reduce_max_sync(0xFFFFFFFF, max(low[g], high[g]));
+        const std::uint32_t of_low = __ballot_sync(0xFFFFFFFF, low[g] == best);
+        const std::uint32_t of_high = __ballot_sync(0xFFFFFFFF, high[g] == best);
+        const int at = of_low != 0 ? __ffs(of_low) - 1 : 31 + __ffs(of_high);
         const std::uint64_t key = best == 0 ? 0 : key_at(best, first_id + g * kRescoreGroup + at);
-        if (lane == 0) to[rank] = key;
+        if (lane == rank) mine[g] = key;
         if (rank == 0) largest = fmaxf(largest, value_of(key));
-        if (lane == at % 32) (at < 32 ? low : high) = 0;
+        if (lane == at % 32) (at < 32 ? low[g] : high[g]) = 0;
       }
+    }
+    const int groups = (params.vocab + kRescoreGroup - 1) / kRescoreGroup;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int group = first_id / kRescoreGroup + g;
+      std::uint64_t* const to = params.offers + static_cast<std::int64_t>(token) * params.stride + group * count;
+      if (group < groups && lane < count) to[lane] = mine[g];
     }
     return largest;
   }

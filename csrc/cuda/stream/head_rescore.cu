@@ -19,6 +19,7 @@ namespace {
 constexpr int kMaxRanks = 8;  // blocks of a cluster, on every device that has them
 constexpr int kWarps = kEndThreads / 32;
 constexpr int kAtOnce = 4;  // rows that a warp reads together
+constexpr int kDeep = 4;    // units that a lane reads of each: one trip to memory for a share of 1,024 elements
 constexpr int kUnit = 8;    // elements of 16 bytes
 
 struct RescoreArgs : HeadEnd {
@@ -38,6 +39,7 @@ struct RescoreArgs : HeadEnd {
 
 // Offsets into shared memory.
 struct RescoreLayout {
+  int x;      // [share] units, then as many of γ
   int sums;   // [ranks][num + 1] parts of x·γ·w, the last of x·x; of the first block alone, written by all
   int stats;  // [ranks · kWarps] maximum and Σ exp, the same
   int warps;  // per warp: [32] maxima, [num] chosen of its offers, [num] of all, [capacity] list
@@ -45,9 +47,15 @@ struct RescoreLayout {
   int total;
 };
 
-__host__ __device__ constexpr RescoreLayout rescore_layout(int ranks, int num, int capacity) {
+// Units of H that a block takes.
+__host__ __device__ constexpr int share_of(int hidden, int ranks) {
+  return (hidden / kUnit + ranks - 1) / ranks;
+}
+
+__host__ __device__ constexpr RescoreLayout rescore_layout(int share, int ranks, int num, int capacity) {
   RescoreLayout at{};
-  at.stats = align_up(ranks * (num + 1) * 4, 8);
+  at.sums = 2 * share * 16;
+  at.stats = align_up(at.sums + ranks * (num + 1) * 4, 8);
   at.warps = align_up(at.stats + ranks * kWarps * 8, 16);
   at.warp_bytes = 32 * 4 + 2 * align_up(num, 2) * 8 + capacity * 8;
   at.total = at.warps + kWarps * at.warp_bytes;
@@ -190,10 +198,6 @@ __device__ __forceinline__ float scaled(const Part& part, float maximum) {
   return part.sum == 0 ? 0.0F : part.sum * __expf(part.maximum - maximum);
 }
 
-struct Share {
-  int begin, end;  // units of H
-};
-
 __device__ __forceinline__ float dot(const float (&x)[kUnit], const uint4& packed) {
   const std::uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
   float sum = 0;
@@ -211,34 +215,41 @@ struct Dots {
   float squares = 0;
 };
 
-// `rows`: where they begin, in units.
-__device__ __forceinline__ Dots multiply(const RescoreArgs& args, int row, const std::uint32_t (&rows)[kAtOnce],
-                                         const Share& share) {
-  Dots dots;
+using Weights = uint4[kDeep][kAtOnce];
+
+// A lane's units of four rows from `unit` on; `rows` are where these begin, in units.
+__device__ __forceinline__ void load_rows(const RescoreArgs& args, const std::uint32_t (&rows)[kAtOnce], int unit,
+                                          int end, Weights& weights) {
   const auto* const stored = reinterpret_cast<const uint4*>(args.rows_as_stored);
-  const auto* const x = reinterpret_cast<const uint4*>(args.x);
-  const int x_row = row * (args.context.config.hidden_size / kUnit);
-#pragma unroll 2
-  for (int unit = share.begin + static_cast<int>(threadIdx.x % 32); unit < share.end; unit += 32) {
-    uint4 w[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) w[i] = __ldcs(stored + (rows[i] + unit));
-    const uint4 states = __ldcg(x + (x_row + unit));
-    const uint4 gammas = __ldg(reinterpret_cast<const uint4*>(args.norm) + unit);
+  for (int d = 0; d < kDeep; ++d) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      weights[d][i] = unit + 32 * d < end ? __ldcs(stored + (rows[i] + unit + 32 * d)) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// `x` and `gamma` are those of `unit`, in shared memory.
+__device__ __forceinline__ void multiply(const Weights& weights, const uint4* x, const uint4* gamma, int unit, int end,
+                                         Dots& dots) {
+#pragma unroll
+  for (int d = 0; d < kDeep; ++d) {
+    if (unit + 32 * d >= end) break;
+    const uint4 states = x[32 * d];
+    const uint4 gammas = gamma[32 * d];
     const std::uint32_t x_pairs[4] = {states.x, states.y, states.z, states.w};
     const std::uint32_t gamma_pairs[4] = {gammas.x, gammas.y, gammas.z, gammas.w};
     float values[kUnit];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 v = __bfloat1622float2(unpack(x_pairs[i]));
-      const float2 gamma = __bfloat1622float2(unpack(gamma_pairs[i]));
+      const float2 g = __bfloat1622float2(unpack(gamma_pairs[i]));
       dots.squares = fmaf(v.x, v.x, fmaf(v.y, v.y, dots.squares));
-      values[2 * i] = v.x * gamma.x, values[2 * i + 1] = v.y * gamma.y;
+      values[2 * i] = v.x * g.x, values[2 * i + 1] = v.y * g.y;
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) dots.rows[i] += dot(values, w[i]);
+    for (int i = 0; i < kAtOnce; ++i) dots.rows[i] += dot(values, weights[d][i]);
   }
-  return dots;
 }
 
 // What the cluster has found of a row, in lane c of the first block's first warp for candidate c.
@@ -319,29 +330,40 @@ __device__ __forceinline__ void conclude(const RescoreArgs& args, int row, const
   if (!done && thread == 0) select(args, lane.index);
 }
 
-__global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArgs args) {
+__global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArgs args) {
 #if EAGLEX_STREAM_KERNELS
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ float block_sums[kWarps];
   release_dependents();
   cluster_arrive();
   touch_parameters(args);
-  wait_for_producers();
+  const DraftConfig& config = args.context.config;
   const int rank = cluster_rank();
   const int row = static_cast<int>(blockIdx.x) / args.ranks;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  const int share = share_of(config.hidden_size, args.ranks);
+  const int begin = rank * share;
+  const int end = min(config.hidden_size / kUnit, begin + share);
+  // Of the head's norm, which no kernel writes.
+  for (int unit = begin + static_cast<int>(threadIdx.x); unit < end; unit += kEndThreads)
+    cp_async_16(shared_address(shared) + (share + unit - begin) * 16, args.norm + unit * kUnit);
+  wait_for_producers();
   // All reads in one trip, wanted or not.
   Keys keys;
   load_offers(args, row, warp * kOffersAtOnce, keys);
+  const bf16* const x = args.x + static_cast<std::int64_t>(row) * config.hidden_size;
+  for (int unit = begin + static_cast<int>(threadIdx.x); unit < end; unit += kEndThreads)
+    cp_async_16(shared_address(shared) + (unit - begin) * 16, x + unit * kUnit);
   const int block = rank * kEndThreads + static_cast<int>(threadIdx.x);
   const float2 first_stats = stats_of(args, row, block);
   const Lane lane_of = lane_of_row(args, row);
   if (is_idle(args.needed)) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
     if (args.selects && rank == 0 && threadIdx.x == 0 && lane_of.inside) select(args, lane_of.index);
     return;
   }
-  const RescoreLayout at = rescore_layout(args.ranks, args.num, args.capacity);
+  const RescoreLayout at = rescore_layout(share, args.ranks, args.num, args.capacity);
   const auto space_of = [&](int which) {
     std::byte* const begin = shared + at.warps + which * at.warp_bytes;
     auto* const lists = reinterpret_cast<std::uint64_t*>(begin + 32 * 4);
@@ -350,12 +372,9 @@ __global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArg
   };
   const WarpSpace space = space_of(warp);
   choose_own(args, row, warp, keys, space);
+  asm volatile("cp.async.wait_all;" ::: "memory");  // for all behind the barrier in choose
   choose(args, space, space_of(1 - warp).own);
 
-  const DraftConfig& config = args.context.config;
-  const int units = config.hidden_size / kUnit;
-  const int per_rank = (units + args.ranks - 1) / args.ranks;
-  const Share share{rank * per_rank, min(units, (rank + 1) * per_rank)};
   // Of a draft that is void anyhow, because a block never came, offers may be anything.
   const auto id_at = [&](int c) {
     return min(static_cast<std::uint32_t>(id_of(c < args.num ? space.chosen[c] : 0)),
@@ -363,15 +382,18 @@ __global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArg
   };
   cluster_wait();  // all blocks run, so the first one's shared memory is there
   const std::int64_t token = args.selects && warp == 0 ? token_of(args, static_cast<int>(id_at(lane))) : 0;
-  const std::uint32_t sums = shared_address(shared) + rank * (args.num + 1) * 4;
+  const std::uint32_t sums = shared_address(shared) + at.sums + rank * (args.num + 1) * 4;
+  const auto* const own_x = reinterpret_cast<const uint4*>(shared) + lane;
 #pragma unroll 1
   for (int first = warp; first < args.num; first += kAtOnce * kWarps) {
     std::uint32_t rows[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      rows[i] = id_at(first + i * kWarps) * static_cast<std::uint32_t>(args.row_units);
-      // All lines at once, more than registers could take.
-      for (int unit = share.begin + lane * kUnit; unit < share.end; unit += 32 * kUnit)
+    for (int i = 0; i < kAtOnce; ++i) rows[i] = id_at(first + i * kWarps) * static_cast<std::uint32_t>(args.row_units);
+    Weights weights;
+    load_rows(args, rows, begin + lane, end, weights);
+    for (int unit = begin + kDeep * 32 + lane * kUnit; unit < end; unit += 32 * kUnit) {  // lines of what comes then
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
         touch_l2(reinterpret_cast<const uint4*>(args.rows_as_stored) + (rows[i] + unit));
     }
     if (first == warp) {  // while they come
@@ -393,7 +415,13 @@ __global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArg
         for (int i = lane * kLine; i < config.hidden_size; i += 32 * kLine) touch_l2(embedding + i);
       }
     }
-    Dots dots = multiply(args, row, rows, share);
+    Dots dots;
+    multiply(weights, own_x, own_x + share, begin + lane, end, dots);
+#pragma unroll 1
+    for (int at_unit = begin + kDeep * 32; at_unit < end; at_unit += kDeep * 32) {
+      load_rows(args, rows, at_unit + lane, end, weights);
+      multiply(weights, own_x + (at_unit - begin), own_x + share + (at_unit - begin), at_unit + lane, end, dots);
+    }
 #pragma unroll
     for (float& value : dots.rows) value = warp_sum(value);
     dots.squares = warp_sum(dots.squares);
@@ -409,8 +437,9 @@ __global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArg
   if (rank != 0) return;
   cluster_wait();
   if (warp == 0) {
-    const Rescored rescored = finish(args, lane < args.num ? space.chosen[lane] : 0, reinterpret_cast<float*>(shared),
-                                     reinterpret_cast<float2*>(shared + at.stats));
+    const Rescored rescored =
+        finish(args, lane < args.num ? space.chosen[lane] : 0, reinterpret_cast<float*>(shared + at.sums),
+               reinterpret_cast<float2*>(shared + at.stats));
     conclude(args, row, lane_of, rescored, token);
   }
   if (args.hidden != nullptr) replace_by_norm(args, row, block_sums);
@@ -456,7 +485,8 @@ void launch_head_rescore(const StreamPlan& plan, const HeadParams& params, int b
   args.row_units = static_cast<int>(row_stride / kUnit);
   if (select != nullptr && select->draft_step + 1 < context.speculation.num_steps)
     args.next_embedding = std::exchange(args.embed_tokens, nullptr);
-  const int shared = rescore_layout(args.ranks, args.num, args.capacity).total;
+  const int share = share_of(context.config.hidden_size, args.ranks);
+  const int shared = rescore_layout(share, args.ranks, args.num, args.capacity).total;
   launch_clusters(plan, args.ranks, head_rescore, dim3(static_cast<unsigned>(params.rows.max_rows * args.ranks)),
                   kEndThreads, shared, stream, args);
 }
