@@ -40,6 +40,8 @@ struct StreamPlan {
   std::uint32_t* failed = nullptr;            // [1] nonzero: a block waited in vain for another; results since are void
   const std::int32_t* needed = nullptr;       // where it holds 0 the launch returns at once; null: it always works
   const std::int32_t* needed_late = nullptr;  // for qkv, the same of a flag that only the kernel before it raises
+  std::uint64_t* words = nullptr;             // [word_count()] all ones between launches
+  std::int32_t* broken = nullptr;             // [1] 1: they may be not; until the host has seen `failed` all is void
   std::int32_t* never_wait = nullptr;         // [1] the host sets it when `failed` was set: Reduction::kLastArriver
   std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
   const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
