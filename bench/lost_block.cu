@@ -1,7 +1,8 @@
 // A block that never comes. Blocks that share a tile wait for one another, so each product of a cycle is launched in turn
 // with one block too few: the wait must end, the draft be void, the next call say so, and the calls after it be right.
 //
-//   build/bench/bench_lost_block      (a wait takes 2 s; ends with 1 where something else happens)
+//   build/bench/bench_lost_block [bf16 | int4 | one]      (a wait takes 2 s; ends with 1 where something else happens)
+// `one` is INT4 and one request, whose sums go from block to block in another way (word_sums.cuh).
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -111,17 +112,19 @@ int check_all(const Case& c, cudaStream_t stream) {
     const bool is_qkv = names[i].find("QkvStep") != std::string::npos;
     wrong += check(shape, c, i, is_qkv ? Outcome::kAny : Outcome::kNoDraft, expected, stream);
   }
-  std::printf("lost block, %s: %d products, %d wrong\n", c.weights == DType::kBF16 ? "bf16" : "int4", products, wrong);
+  std::printf("lost block, %s, batch %d: %d products, %d wrong\n", c.weights == DType::kBF16 ? "bf16" : "int4", c.batch,
+              products, wrong);
   return wrong + (products > 0 ? 0 : 1);
 }
 
-int run() {
+int run(const std::string& what) {
   cudaStream_t stream = nullptr;
   stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   int wrong = 0;
-  for (const DType weights : {DType::kBF16, DType::kI4}) {
-    Case c{3, 2, 1, 3, 100};
-    c.weights = weights;
+  for (const std::string name : {"bf16", "int4", "one"}) {
+    if (!what.empty() && what != name) continue;
+    Case c{name == "one" ? 1 : 3, 2, 1, 3, 100};
+    c.weights = name == "bf16" ? DType::kBF16 : DType::kI4;
     wrong += check_all(c, stream);
   }
   return wrong == 0 ? 0 : 1;
@@ -130,9 +133,9 @@ int run() {
 }  // namespace
 }  // namespace eaglex::bench
 
-int main() {
+int main(int argc, char** argv) {
   try {
-    return eaglex::bench::run();
+    return eaglex::bench::run(argc > 1 ? argv[1] : "");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "lost_block: %s\n", error.what());
     return 2;

@@ -86,6 +86,8 @@ struct Model {
       req_to_token;
   Buffer<std::int64_t> new_len, frontier_tokens, input_ids, slots, seq_lens;
   Buffer<float> top_scores;
+  Buffer<std::int32_t> live_count;
+  Buffer<cuda::LiveRow> live_rows;
   void* pool_arrays[2];
   Buffer<DraftBatch> batch;
   DraftBatch host_batch;
@@ -136,6 +138,8 @@ struct Model {
         slots(kMaxRows),
         seq_lens(kMaxRows),
         top_scores(size(kMaxRows) * topk),
+        live_count(1),
+        live_rows(kMaxRows),
         batch(1) {
     rescores = type == DType::kI4;
     configure(topk);
@@ -160,6 +164,21 @@ struct Model {
     host_batch.batch = lanes;
     host_batch.num_rows = lanes;
     batch.set({host_batch});
+  }
+
+  // The plan of a launch whose rows are those. Behind the last lies what an earlier batch has left: rows that are there.
+  [[nodiscard]] stream::StreamPlan plan_with(std::vector<cuda::LiveRow> rows) const {
+    live_count.set({static_cast<std::int32_t>(rows.size())});
+    while (rows.size() < live_rows.size()) {
+      cuda::LiveRow stale;
+      stale.row = stale.query = static_cast<std::int32_t>(rows.size());
+      stale.kv_slot = stale.row;
+      rows.push_back(stale);
+    }
+    live_rows.set(rows);
+    stream::StreamPlan listed = plan;
+    listed.live = {live_count.get(), live_rows.get()};
+    return listed;
   }
 
   [[nodiscard]] QkvParams qkv_params(int rows) const {

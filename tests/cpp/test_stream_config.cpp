@@ -117,7 +117,7 @@ TEST_CASE("configure: a single token's x is kept beside INT4, as much as any blo
         require(config.kept_chunks > 0 && config.stages >= 8, what + ": kept, beside a deep ring");
         const SharedLayout at = shared_layout(problem, 1, 256, config.stages, config.kept_chunks);
         require(at.x_sums - at.x == config.kept_chunks * 512 && at.x_squares - at.x_sums == config.kept_chunks * 16 &&
-                    at.exchange - at.x_squares >= config.kept_chunks * 4 && at.exchange == at.gamma,
+                    at.exchange - at.x_squares >= segments * config.chunks_per_segment * 4 && at.exchange == at.gamma,
                 what + ": x, its sums, its squares, and no gamma in the ring");
       }
     }
@@ -128,6 +128,24 @@ TEST_CASE("configure: a single token's x is kept beside INT4, as much as any blo
       }
     }
   }
+}
+
+TEST_CASE("configure: a single token's INT4 in a few blocks fewer where those fit the tiles") {
+  const DeviceLimits h200 = [] {
+    for (const NamedDevice& device : kDevices) {
+      if (device.limits.compute_capability == 90) return device.limits;
+    }
+    return DeviceLimits{};
+  }();
+  const auto grid = [&](int rows, int k, int segments, int tokens, int bits) {
+    return configure({rows, k, segments, tokens, true, bits, 24, 0}, h200).grid;
+  };
+  require(slots_of(h200) == 264, "an H200");
+  require(grid(4096, 4096, 1, 1, 4) == 256, "o_proj of H4096: four blocks a tile");
+  require(grid(4096, 14336, 1, 1, 4) == 256, "down of H4096: four blocks a tile");
+  require(grid(32000, 4096, 1, 1, 4) == 264, "head: its tiles are smaller than shares");
+  require(grid(28672, 4096, 1, 1, 4) == 264, "gate_up of H4096: no grid of at least 15/16 fits");
+  require(grid(4096, 4096, 1, 2, 4) == 264 && grid(4096, 4096, 1, 1, 8) == 264, "x comes with each chunk");
 }
 
 TEST_CASE("configure: FP8 and INT4 by wgmma, up to 64 tokens") {

@@ -36,7 +36,9 @@ template <int kDim, Where kWhere, int kMost, class Put>
 __device__ __forceinline__ void combine(float* first, std::size_t stride, int count, int rows,
                                         float (*weights)[kMaxSplits + 2], Put put) {
   // A thread per row and part: its weight, and by its lane 0 the row's maximum and total in the order of the parts.
-  for (int i = threadIdx.x; i < kPackedRows * kMost; i += kThreadsOfBlock) {
+  // Whole warps: rows that are not used cost as much as those that are.
+  const int entries = kMost % 32 == 0 ? rows * kMost : kPackedRows * kMost;
+  for (int i = threadIdx.x; i < entries; i += kThreadsOfBlock) {
     const int row = i / kMost;
     const int p = i % kMost;
     const bool there = row < rows && p < count;

@@ -29,6 +29,15 @@ int chunks_kept(const GemmProblem& problem, const GemmConfig& config, int units,
   return stages >= std::min(config.stages, kStagesBesideX) ? chunks : 0;
 }
 
+// A few blocks fewer, where each then has an equal part of one tile: two pieces and their ends, one behind the other, cost
+// more than a chunk of few bits. (With whole tiles, as a head of 32,000 rows would have in 250 blocks, it does not pay.)
+int even_grid(int units, int per_tile, int most) {
+  for (int grid = most; grid > most * 15 / 16; --grid) {
+    if (units % grid == 0 && per_tile % (units / grid) == 0) return grid;
+  }
+  return most;
+}
+
 }  // namespace
 
 bool streamable(const GemmProblem& problem) {
@@ -65,6 +74,8 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
   config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
+  if (problem.weight_bits == 4 && problem.tokens == 1)
+    config.grid = even_grid(units, problem.segments * config.chunks_per_segment, config.grid);
   config.split = split_of(units, config.grid);
   config.kept_chunks = config.in_slot ? chunks_kept(problem, config, units, slot) : 0;
   if (config.kept_chunks > 0) config.stages = fit_stages(problem, config, config.kept_chunks, slot);

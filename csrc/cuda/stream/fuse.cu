@@ -1,7 +1,6 @@
 // fuse: hidden = fc of the auxiliary hidden states, each normed where the draft says so.    Formula: reference.py fuse.
 // Caller: Backend::fuse, once per cycle.    Bytes: fc once, aux_hidden_states per block from L2.
 // Mapping: gemm.cuh; one segment of K per norm.
-#include "core/lane.h"
 #include "cuda/stream/launch.cuh"
 #include "cuda/stream/place.cuh"
 
@@ -15,10 +14,8 @@ struct FuseStep : PlainStep {
   static constexpr bool kWideRows = true;
   static constexpr bool kLowBit = false;
   struct Params {
-    EngineContext context;
     const DraftBatch* batch;
     cuda::LiveRows live;
-    Rows rows_of_pass;
     const bf16* idle_row;
     bf16* hidden;
     int k;  // of one segment
@@ -31,17 +28,11 @@ struct FuseStep : PlainStep {
     int row;  // of the batch; negative: not wanted
   };
 
-  // Rows of lanes that keep nothing may hold anything, NaN too; they read zeros.
+  // As `admit` has listed them. Rows of lanes that keep nothing may hold anything, NaN too; they read zeros.
   __device__ static void locate(const Params& params, int token, const bf16** source, int stride, RowInfo* info) {
     const DraftBatch& batch = *params.batch;
-    int row = params.first + token;
-    bool live = true;
-    if (params.live.rows != nullptr) {
-      row = live_row(params.live, row).row;
-      live = row >= 0;
-    } else {
-      live = eaglex::locate(params.context, batch, params.rows_of_pass, row).live;
-    }
+    const int row = live_row(params.live, params.first + token).row;
+    const bool live = row >= 0;
     *info = {row};
     const bf16* const from = static_cast<const bf16*>(batch.aux_hidden_states) + row * batch.aux_stride;
     for (int i = 0; i < params.segments; ++i)
@@ -81,16 +72,10 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
       shape.gamma[i] = params.aux_norms[i].template as<const bf16>();
     }
   }
-  const typename Step::Params step{context,
-                                   batch,
-                                   plan.live,
-                                   params.rows,
-                                   static_cast<const bf16*>(plan.idle_row),
-                                   static_cast<bf16*>(params.hidden),
-                                   k,
-                                   segments,
-                                   rows,
-                                   plan.first_row};
+  expect(plan.live.rows != nullptr, ErrorCode::kConfig, "plan.live", "a list of rows", "none");
+  const typename Step::Params step{
+      batch, plan.live,     static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden), k, segments,
+      rows,  plan.first_row};
   const Tiles& tiles = tiles_of(params.fc);
   launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), 0, shape, step,
                     stream);

@@ -15,18 +15,17 @@
 #include "cuda/stream/kept.cuh"
 #include "cuda/stream/multiply.cuh"
 #include "cuda/stream/paired.cuh"
-#include "cuda/stream/scatter.cuh"
 #include "cuda/stream/wgmma.cuh"
 #include "cuda/stream/wgmma_bits.cuh"
+#include "cuda/stream/word_sums.cuh"
 
 namespace eaglex::stream {
 
 template <class Weights, int kTokenTiles, class Step>
-class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
-  using Base = SlicedSums<Weights, kTokenTiles, Step>;
+class Consumer : WordSums<Weights, kTokenTiles, Step> {
+  using Base = WordSums<Weights, kTokenTiles, Step>;
   using Base::at_;
   using Base::kEarlyParts;
-  using Base::kNormed;
   using Base::kSliced;
   using Base::params_;
   using Base::per_tile_;
@@ -35,6 +34,7 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   using Base::shape_;
   using Base::shared_;
   using typename Base::G;
+  static constexpr bool kNormed = Step::kNormed;
   static constexpr bool kPaired = is_paired(Weights::kBits, kTokenTiles);
   using Multiply = std::conditional_t<kPaired, PairedMultiplier<Weights, kTokenTiles, kNormed>,
                                       Multiplier<Weights, kTokenTiles, kNormed>>;
@@ -49,13 +49,56 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
                       const SharedLayout& at)
       : Base(shape, params, ring, shared, at) {}
 
-  __device__ void run() {
-    const int first = shape_.split.first(blockIdx.x);
-    const int last = shape_.split.first(blockIdx.x + 1);
-    Step::template begin<kTokenTiles>(shared_ + at_.state);
+  // All that a thread can find out before the wait.
+  __device__ __forceinline__ void prepare() {
+    first_ = shape_.split.first(blockIdx.x);
+    last_ = shape_.split.first(blockIdx.x + 1);
+    tile_ = first_ / per_tile_;
+    this->last_sharer_ = shape_.split.block_of(((last_ - 1) / per_tile_ + 1) * per_tile_ - 1);
+    asm volatile("" : "+r"(first_), "+r"(last_), "+r"(tile_), "+r"(this->last_sharer_));
+    if (threadIdx.x < kConsumerThreads) Step::template begin<kTokenTiles>(shared_ + at_.state);
+  }
+
+  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh).
+  __device__ void run_kept(const std::int32_t broken) {
     RingPosition at(kConsumer);
-    for (int unit = first; unit < last;) {
-      const int tile = unit / per_tile_;
+    for (int unit = first_, tile = tile_; unit < last_; ++tile) {
+      const int begin = tile * per_tile_;
+      const int piece_begin = unit;
+      const int piece_end = min(last_, begin + per_tile_);
+      const bool whole = piece_begin == begin && piece_end == begin + per_tile_;
+      const int others =
+          !whole && piece_begin == begin && this->waits_ ? this->last_sharer_ - static_cast<int>(blockIdx.x) : 0;
+      const std::uint64_t word = this->early_word(tile, others);
+      float acc[1][4] = {};
+      for (int segment = segment_of(unit - begin); unit < piece_end; ++segment) {
+        const int end = min(piece_end, begin + (segment + 1) * shape_.chunks_per_segment);
+        float part[1][4];
+        accumulate_kept(unit, end, segment, at, part);
+        const float norm = kNormed ? this->norms()[segment * G::kTokens] : 1.0F;
+        acc[0][0] = fmaf(norm, part[0][0], acc[0][0]), acc[0][2] = fmaf(norm, part[0][2], acc[0][2]);
+        unit = end;
+      }
+      acc[0][1] = acc[0][0], acc[0][3] = acc[0][2];
+      if (!whole && !this->waits_) {
+        if (!this->complete(tile, 0, piece_begin, piece_end, typename Base::Early{}, acc)) continue;
+      } else if (piece_begin != begin) {
+        this->publish_words(tile, acc);
+        continue;
+      } else if (!whole) {
+        Step::template touch_inputs<1>(params_, this->view_of(tile));
+        if (role_.half == 0) this->add_words(tile, others, word, broken, acc);
+      }
+      epilogue(this->view_of(tile), acc);
+    }
+    Step::template end<1>(params_, role_, shape_.tokens, shared_ + at_.state);
+  }
+
+  __device__ void run() {
+    const int first = first_;
+    const int last = last_;
+    RingPosition at(kConsumer);
+    for (int unit = first, tile = tile_; unit < last; ++tile) {
       if (Weights::kRowScales && role_.half == 0 && role_.lane == 0) touch(row_scales(tile));
       const int piece_begin = unit;
       const int piece_end = min(last, (tile + 1) * per_tile_);
@@ -64,7 +107,7 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
       if constexpr (kEarlyParts > 0) this->look_for_parts(tile, piece_begin, piece_end, early);
       int segment;
       while (true) {
-        segment = (unit - tile * per_tile_) / shape_.chunks_per_segment;
+        segment = segment_of(unit - tile * per_tile_);
         const int end = min(piece_end, tile * per_tile_ + (segment + 1) * shape_.chunks_per_segment);
         accumulate(unit, end, segment, at, acc);
         unit = end;
@@ -85,6 +128,11 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
   }
 
  private:
+  __device__ __forceinline__ int segment_of(int chunk) const {
+    if (shape_.segments == 1) return 0;
+    return chunk / shape_.chunks_per_segment;
+  }
+
   // Whether all of the tile is this block's.
   __device__ __forceinline__ bool whole(int tile, int first, int last) const {
     return first <= tile * per_tile_ && (tile + 1) * per_tile_ <= last;
@@ -125,8 +173,6 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
                                              float (&acc)[kTokenTiles][4]) {
     if constexpr (G::kWide) {
       accumulate_wide(end - unit, (end - 1) % shape_.chunks_per_segment + 1 == shape_.chunks_per_segment, at, acc);
-    } else if constexpr (Weights::kKeepsX) {
-      accumulate_kept(unit, end, segment, at, acc);
     } else if constexpr (kPaired) {
       accumulate_pairs(unit, end, segment, at, acc);
     } else {
@@ -147,17 +193,16 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
 
   __device__ __forceinline__ void accumulate_kept(int unit, int end, int segment, RingPosition& at,
                                                   float (&acc)[kTokenTiles][4]) {
-    float sums[Multiply::kStrips][kTokenTiles][4] = {};
+    float sums[Multiply::kStrips][2] = {};
     KeptMultiplier<Weights, kNormed> multiply{{role_.lane, role_.warp, shape_.tokens}};
-    const int chunk = (unit - segment * shape_.chunks_per_segment) % per_tile_;
-    const int kept = (unit - shape_.split.first(blockIdx.x)) % per_tile_;
-    multiply.add_chunks(shape_, ring_, shared_, at_, {unit, end, chunk, kept, per_tile_}, at, sums);
+    int kept = unit - first_;
+    while (kept >= per_tile_) kept -= per_tile_;
+    int chunk = unit - tile_ * per_tile_;
+    while (chunk >= per_tile_) chunk -= per_tile_;
+    multiply.add_chunks(shape_, ring_, shared_, at_,
+                        {unit, end, chunk - segment * shape_.chunks_per_segment, kept, per_tile_}, at, sums);
     multiply.lane = this->opaque_lane();
-    multiply.merge(sums, this->exchange(), acc, [&] {
-      if constexpr (kNormed)
-        multiply.store_squares(reinterpret_cast<const float*>(shared_ + at_.x_squares), kept, end - unit, per_tile_,
-                               this->squares());
-    });
+    multiply.merge(sums, reinterpret_cast<float*>(this->exchange()), acc);
   }
 
   __device__ __forceinline__ void accumulate_strip(int unit, int end, int segment, RingPosition& at,
@@ -228,6 +273,10 @@ class Consumer : SlicedSums<Weights, kTokenTiles, Step> {
     }
     Step::template tile<kTiles>(params_, view, acc);
   }
+
+  int first_;
+  int last_;
+  int tile_;
 };
 
 // All that a block does before it waits for the kernels before is under way, and its barriers are there.
@@ -279,6 +328,8 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
   if (locates) touch_parameters(params);
   std::conditional_t<Weights::kKeepsX, KeptInputs<Weights, Step::kNormed>, StreamedInputs> kept(shape, first, last);
+  Consumer<Weights, kTokenTiles, Step> consumer(shape, params, ring, shared, at);
+  consumer.prepare();
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.
 #pragma unroll 1
@@ -316,7 +367,9 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     if (token < shape.tokens) Step::locate(params, token, sources + token, G::kTokens, rows + token);
     mbar_arrive(rows_ready);
   }
+  std::int32_t broken = 0;
   if constexpr (Weights::kKeepsX) {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
     const bf16* row = nullptr;
     if constexpr (std::is_empty_v<typename Step::RowInfo>) {
       Step::locate(params, 0, &row, G::kTokens, nullptr);  // sooner than the other warp can tell
@@ -326,7 +379,8 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
       kept.keep(at, shared, sources);
     }
   }
-  Consumer<Weights, kTokenTiles, Step>(shape, params, ring, shared, at).run();
+  if constexpr (Weights::kKeepsX) consumer.run_kept(broken);
+  if constexpr (!Weights::kKeepsX) consumer.run();
 }
 
 // More than 64 tokens leave no room for a second block on the SM, and only wgmma has use for them.

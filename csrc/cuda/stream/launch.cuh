@@ -150,6 +150,8 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.counters = plan.counters;
   shape.needed = plan.needed;
   shape.never_wait = plan.never_wait;
+  shape.words = plan.words;
+  shape.broken = plan.broken;
   shape.failed = plan.failed;
   shape.num_live = plan.first_row > 0 ? plan.live.count : nullptr;
   shape.first_live = plan.first_row;

@@ -52,6 +52,8 @@ struct GemmShape {
   const std::int32_t* needed_late = nullptr;  // the same, read after it
   const std::int32_t* num_live = nullptr;     // null, or at most first_live there: no row of this launch counts
   int first_live = 0;
+  std::uint64_t* words = nullptr;            // Consumer::run_kept
+  std::int32_t* broken = nullptr;            // 1 there: words may be left of a launch in which a wait has failed
   const std::int32_t* never_wait = nullptr;  // 1 there: once a wait between blocks has failed, last arrivers sum up
   std::uint32_t* failed = nullptr;           // set where a wait between blocks ran into its deadline
 };
@@ -113,6 +115,11 @@ struct RingPosition {
     if (++stage < ring.stages) return;
     stage = 0;
     phase ^= 1;
+  }
+  // At most a round.
+  __device__ void skip(const Ring& ring, int stages) {
+    stage += stages;
+    if (stage >= ring.stages) stage -= ring.stages, phase ^= 1;
   }
   __device__ void advance(const Ring& ring, int stages) {
     stage += stages;

@@ -75,7 +75,7 @@ struct QkvStep : PlainStep {
     const int hidden_size = context.config.hidden_size;
     const bf16* embedding = params.idle_row;
     const bf16* hidden = params.idle_row;
-    *info = {static_cast<float>(place.position), query_of(params, place, token), nullptr, nullptr};
+    *info = {static_cast<float>(place.position), token, nullptr, nullptr};
     if (place.live) {
       const std::int64_t id = params.rows_of_pass.pass == Pass::kStep ? found.token : batch.input_ids[place.source];
       if (params.has_embedding) embedding = params.embed_tokens + id * hidden_size;
@@ -99,14 +99,6 @@ struct QkvStep : PlainStep {
     const bool kept = live && found.kv_slot >= 0;
     *info = {static_cast<float>(found.position), found.query, kept ? params.pool_k + found.kv_slot * width : nullptr,
              kept ? params.pool_v + found.kv_slot * width : nullptr};
-  }
-
-  // Where a row's query and residual go.
-  __device__ static int query_of(const Params& params, const RowPlace& place, int token) {
-    if (!params.last_queries) return token;
-    const DraftBatch& batch = *params.batch;
-    if (!place.live || status_of(params.context, place.lane) != LaneStatus::kLive) return -1;
-    return token == batch.row_start[place.lane] + batch.num_valid[place.lane] - 1 ? place.lane : -1;
   }
 
   __device__ static void find_kv(const Params& params, const DraftBatch& batch, const RowPlace& place, int token,
@@ -134,11 +126,7 @@ struct QkvStep : PlainStep {
     const int size = params.context.config.hidden_size;
     const bf16* const* const hidden = sources + (params.has_embedding ? 8 * kTokenTiles : 0);
     for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
-      const int row =
-          !params.last_queries ? token
-          : params.live.rows != nullptr
-              ? live_row(params.live, params.first + token).query
-              : query_of(params, eaglex::locate(params.context, *params.batch, params.rows_of_pass, token), token);
+      const int row = params.last_queries ? live_row(params.live, params.first + token).query : token;
       if (row < 0) continue;
       const uint4* const from = reinterpret_cast<const uint4*>(hidden[token]);
       uint4* const to = reinterpret_cast<uint4*>(params.residual + static_cast<std::int64_t>(row) * size);
@@ -240,6 +228,8 @@ void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineCon
   expect(context.kv.dtype == DType::kBF16, ErrorCode::kConfig, "kv.dtype", "bfloat16", name_of(context.kv.dtype));
   const TensorView& hidden_norm = first ? params.hidden_norm : params.input_layernorm;
   expect_bf16("hidden_norm", hidden_norm);
+
+  expect(!plan.last_queries || plan.live.rows != nullptr, ErrorCode::kConfig, "plan.live", "a list of rows", "none");
 
   GemmShape shape;
   shape.eps = config.rms_norm_eps;

@@ -37,11 +37,13 @@ template <class Weights, int kTokenTiles, class Step>
 class TileSums {
  protected:
   using G = Geometry<Weights, kTokenTiles>;
-  static constexpr bool kNormed = Step::kNormed;
+  // Where x is kept a block knows the norms, and sums come scaled, those of all segments as one.
+  static constexpr bool kNormed = Step::kNormed && !Weights::kKeepsX;
   static constexpr int kLaneSums = G::kRowWarps * 32;         // float4 of one n8 tile in a slot
   static constexpr int kTokenSums = kTokenTiles * kLaneSums;  // behind them the tokens' squares
   static constexpr int kSlot = kTokenSums + kTokenTiles * 2;
-  static constexpr int kEarlyParts = kTokenTiles == 1 ? 2 : 0;  // more tokens leave no registers for them
+  // More tokens leave no registers for them, and kept x needs none.
+  static constexpr int kEarlyParts = kTokenTiles == 1 && !Weights::kKeepsX ? 2 : 0;
 
   // Parts of others for the block's last tile, read before its own is computed.
   struct Early {
@@ -59,7 +61,7 @@ class TileSums {
         at_(at),
         per_tile_(shape.segments * shape.chunks_per_segment),
         waits_(shape.reduction != Reduction::kLastArriver &&
-               (shape.never_wait == nullptr || is_idle(shape.never_wait))) {
+               (shape.never_wait == nullptr || is_idle(shape.never_wait))) {  // nobody changes that while cycles run
     role_.lane = threadIdx.x % 32;
     role_.warp = threadIdx.x / 32;
     role_.strip = role_.warp / G::kHalves;
@@ -137,8 +139,9 @@ class TileSums {
 
   // Whether block `block` has chunks of this segment of the tile.
   __device__ __forceinline__ bool contributes(int block, int tile, int segment) const {
-    const int begin = tile * per_tile_ + segment * shape_.chunks_per_segment;
-    return shape_.split.first(block) < begin + shape_.chunks_per_segment && shape_.split.first(block + 1) > begin;
+    const int size = Weights::kKeepsX ? per_tile_ : shape_.chunks_per_segment;
+    const int begin = tile * per_tile_ + segment * size;
+    return shape_.split.first(block) < begin + size && shape_.split.first(block + 1) > begin;
   }
 
   // Brings the tile's whole sum into `acc` if it falls to this block; publishes this block's part and returns false if
@@ -158,8 +161,8 @@ class TileSums {
     int first = blockIdx.x;
     int last = blockIdx.x;
     if (!whole) {
-      first = shape_.split.block_of(begin);
-      last = shape_.split.block_of(begin + per_tile_ - 1);
+      last = last_sharer_;
+      if (!waits_) first = shape_.split.block_of(begin), last = shape_.split.block_of(begin + per_tile_ - 1);
       volatile int* const flag = block_flag();
       std::uint32_t* const counter = shape_.counters + tile;
       if (!waits_ || piece_begin != begin) {
@@ -183,7 +186,7 @@ class TileSums {
         valid = *flag != 0;
       }
     }
-    if (whole && shape_.segments == 1 && !kNormed) return true;
+    if (whole && (shape_.segments == 1 || Weights::kKeepsX) && !kNormed) return true;
     add_parts(tile, first, last, in_registers, acc);
     if (!valid) {
 #pragma unroll
@@ -198,7 +201,7 @@ class TileSums {
   __device__ __forceinline__ void look_for_parts(int tile, int piece_begin, int piece_end, Early& early) const {
     const int begin = tile * per_tile_;
     if (!waits_ || shape_.segments > 1 || piece_begin != begin || piece_end == begin + per_tile_) return;
-    const int count = shape_.split.block_of(begin + per_tile_ - 1) - static_cast<int>(blockIdx.x);
+    const int count = last_sharer_ - static_cast<int>(blockIdx.x);
     if (count > kEarlyParts) return;
     volatile int* const flag = block_flag();
     std::uint32_t* const counter = shape_.counters + tile;
@@ -315,7 +318,7 @@ class TileSums {
       add_published(tile, first, last, in_registers, in_registers, lane, acc);
       scale(in_registers, lane, acc);
     }
-    for (int segment = 0; segment < shape_.segments; ++segment) {
+    for (int segment = 0; segment < (Weights::kKeepsX ? 1 : shape_.segments); ++segment) {
       if (segment != in_registers) add_published(tile, first, last, segment, in_registers, lane, acc);
     }
   }
@@ -396,6 +399,7 @@ class TileSums {
   std::byte* const shared_;
   const SharedLayout& at_;
   WarpRole role_;
+  int last_sharer_ = 0;  // last block of the tile in which this one's range ends
   const int per_tile_;
   const bool waits_;  // owners do; else whoever is last sums up
 };

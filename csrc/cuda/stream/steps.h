@@ -40,12 +40,14 @@ struct StreamPlan {
   std::uint32_t* failed = nullptr;            // [1] nonzero: a block waited in vain for another; results since are void
   const std::int32_t* needed = nullptr;       // where it holds 0 the launch returns at once; null: it always works
   const std::int32_t* needed_late = nullptr;  // for qkv, the same of a flag that only the kernel before it raises
+  std::uint64_t* words = nullptr;             // [word_count()] all ones between launches
+  std::int32_t* broken = nullptr;             // [1] 1: they may be not; until the host has seen `failed` all is void
   std::int32_t* never_wait = nullptr;         // [1] the host sets it when `failed` was set: Reduction::kLastArriver
   std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
   const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
   int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
-  // qkv over all rows of an extend at once: it writes queries and residuals of the rows that are drafted from alone,
-  // and attention behind it finds the last rows' keys written by the kernel before.
+  // qkv over all rows of an extend's list at once: it writes queries and residuals of the rows that are drafted from
+  // alone, and attention behind it finds the last rows' keys written by the kernel before.
   bool last_queries = false;
   void* const* pool_k = nullptr;  // [layers], host memory: the draft's prefix KV
   void* const* pool_v = nullptr;
@@ -54,7 +56,9 @@ struct StreamPlan {
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
-  cuda::LiveRows live;                   // where given, rows of an extend are those of the list, from first_row on
+  // Rows of fuse, and of an extend's K and V, are those of the list, from first_row on. Without one qkv takes the pass's
+  // own: a step's, an extend's last ones, all of them below the last layer.
+  cuda::LiveRows live;
   std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], where a head's best may be scored again
 };
 
