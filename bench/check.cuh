@@ -1,6 +1,7 @@
 // Every streaming step against the plain one, from the same inputs.
 #pragma once
 
+#include "core/rescore.h"
 #include "plain.cuh"
 
 namespace eaglex::bench {
@@ -138,14 +139,53 @@ inline void check_gate_up(const Model& m, int tokens, Verdict& verdict) {
   });
 }
 
+// What is drafted of a row whose best are made exact, as far as arithmetic tells values apart: `surely` those that are
+// scored again whatever the rounding, `perhaps` those that may be (core/rescore.h).
+struct Rescored {
+  std::vector<bool> surely, perhaps;
+};
+
+inline Rescored rescored_of(const float* scan, std::size_t vocab, int topk, float slack) {
+  constexpr std::size_t kGroup = kRescoreGroup;
+  Floats offered;
+  Rescored ids{std::vector<bool>(vocab), std::vector<bool>(vocab)};
+  Floats worst_in, best_out;  // of each group: the last that it offers, the first that it does not
+  for (std::size_t first = 0; first < vocab; first += kGroup) {
+    Floats group(scan + first, scan + std::min(vocab, first + kGroup));
+    std::sort(group.begin(), group.end(), std::greater<>());
+    const std::size_t count = std::min(static_cast<std::size_t>(group_offers(topk)), group.size());
+    offered.insert(offered.end(), group.begin(), group.begin() + static_cast<std::int64_t>(count));
+    worst_in.push_back(group[count - 1]);
+    best_out.push_back(count < group.size() ? group[count] : -1e30F);
+  }
+  const std::size_t kept = std::min(offered.size(), static_cast<std::size_t>(rescored(topk)));
+  std::sort(offered.begin(), offered.end(), std::greater<>());
+  const float worst = offered[kept - 1];
+  const float next = kept < offered.size() ? offered[kept] : -1e30F;
+  for (std::size_t i = 0; i < vocab; ++i) {
+    ids.perhaps[i] = scan[i] >= std::max(worst, worst_in[i / kGroup]) - slack;
+    ids.surely[i] =
+        scan[i] >= std::max(worst, worst_in[i / kGroup]) && scan[i] > std::max(next, best_out[i / kGroup]) + slack;
+  }
+  return ids;
+}
+
 // Scores in order against the exact ones; ids may differ only where logits are closer than the arithmetic tells apart.
 inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   const auto vocab = Model::size(m.shape.draft_vocab);
   const auto topk = Model::size(m.context.speculation.topk);
   const Floats x = floats_of(m.hidden, Model::size(tokens) * m.shape.hidden);
   const Floats gamma = floats_of(m.norm, Model::size(m.shape.hidden));
-  const Floats exact = plain_linear(plain_norm(x, tokens, gamma, false), tokens, m.lm_head, false);
+  const Floats normed = plain_norm(x, tokens, gamma, false);
+  Floats exact = plain_linear(normed, tokens, m.lm_head, false);
   const Floats round = plain_linear(plain_norm(x, tokens, gamma, true), tokens, m.lm_head, true);
+  Floats stored;
+  if (m.rescores) {
+    Matrix rows;
+    rows.linear.num_parts = 1;
+    rows.linear.parts[0] = view_of(*m.lm_head.parts[0], m.shape.draft_vocab, m.shape.hidden);
+    stored = plain_linear(normed, tokens, rows, false);
+  }
   const std::vector<std::int32_t> ids = m.top_ids.host();
   const Floats scores = m.top_scores.host();
   double difference = 0;
@@ -154,21 +194,32 @@ inline void check_head(const Model& m, int tokens, Verdict& verdict) {
   const float slack = 8 * static_cast<float>(std::sqrt(difference / static_cast<double>(exact.size())));
   bool sound = true;
   for (std::size_t t = 0; t < Model::size(tokens); ++t) {
-    const float* const logits = exact.data() + t * vocab;
-    Floats sorted(topk);
-    std::partial_sort_copy(logits, logits + vocab, sorted.begin(), sorted.end(), std::greater<>());
+    float* const logits = exact.data() + t * vocab;
+    Rescored candidates{std::vector<bool>(vocab, true), std::vector<bool>(vocab, true)};
+    if (m.rescores) {
+      candidates = rescored_of(logits, vocab, static_cast<int>(topk), slack);
+      for (std::size_t i = 0; i < vocab; ++i) {
+        if (candidates.perhaps[i]) logits[i] = stored[t * vocab + i];
+      }
+    }
+    const float largest = *std::max_element(logits, logits + vocab);
     double sum = 0;
-    for (std::size_t i = 0; i < vocab; ++i) sum += std::exp(static_cast<double>(logits[i]) - sorted[0]);
-    const double log_sum = sorted[0] + std::log(sum);
+    for (std::size_t i = 0; i < vocab; ++i) sum += std::exp(static_cast<double>(logits[i]) - largest);
+    const double log_sum = largest + std::log(sum);
     for (std::size_t rank = 0; rank < topk; ++rank) {
       const std::int32_t id = ids[t * topk + rank];
       const float score = scores[t * topk + rank];
-      const bool right =
-          id >= 0 && static_cast<std::size_t>(id) < vocab && std::abs(logits[id] - sorted[rank]) <= slack &&
-          std::abs(score - (logits[id] - log_sum)) <= slack && (rank == 0 || score <= scores[t * topk + rank - 1]);
+      bool right = id >= 0 && static_cast<std::size_t>(id) < vocab;
+      std::size_t before = 0, perhaps_before = 0;  // of it
+      for (std::size_t i = 0; right && i < vocab; ++i) {
+        before += candidates.surely[i] && logits[i] > logits[id] + slack;
+        perhaps_before += candidates.perhaps[i] && logits[i] >= logits[id] - slack;
+      }
+      right = right && candidates.perhaps[static_cast<std::size_t>(id)] && before <= rank && perhaps_before > rank &&
+              std::abs(score - (logits[id] - log_sum)) <= slack && (rank == 0 || score <= scores[t * topk + rank - 1]);
       if (!right && sound) {
-        std::printf("  head: token %zu rank %zu id %d score %.5f, expected about %.5f (slack %.1e)\n", t, rank, id,
-                    score, sorted[rank] - log_sum, slack);
+        std::printf("  head: token %zu rank %zu id %d score %.5f, expected about %.5f (slack %.1e; %zu before it)\n", t,
+                    rank, id, score, id < 0 ? 0.0 : logits[id] - log_sum, slack, before);
       }
       sound = sound && right;
     }

@@ -189,9 +189,7 @@ inline void check_head_switches(Model& m, int tokens, cudaStream_t stream, Verdi
   const Floats before = floats_of(m.hidden, Model::size(tokens) * width);
   stream::check(cudaMemset(m.hidden.get() + (Model::size(tokens) - 1) * width + 3, 0xFF, sizeof(bf16)), "NaN");
   m.context.config.next_hidden = NextHidden::kNormed;
-  const HeadParams params{
-      {Pass::kStep, 1, tokens}, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0};
-  m.launch_head(params, stream);
+  m.launch_head(tokens, stream);
   synchronize(stream);
   m.context.config.next_hidden = NextHidden::kPreNorm;
   const std::vector<std::int32_t> status = m.status.host();

@@ -1,8 +1,10 @@
 // The whole cycle and each of its steps on the device: µs (median and p99), bytes, TB/s, share of the read bandwidth.
 //
 //   cmake -S . -B build/bench -G Ninja -DEAGLEX_BENCH=ON -DEAGLEX_CUDA=ON && cmake --build build/bench --target
-//   bench_cycle build/bench/bench_cycle [--shape NAME] [--batch N] [--context N] [--max-context N] [--repeats N] [--json
-//   FILE] [--commit ID]
+//   bench_cycle build/bench/bench_cycle [--shape NAME] [--batch N] [--precision bf16|fp8|int4] [--head preset|bf16|fp8|scan|rescored] [--context N]
+//   [--max-context N] [--repeats N] [--json FILE] [--commit ID]
+//
+// A precision means what it does for --draft-quant, the head included; --head takes another in its place.
 //
 // Several engines with weights of their own take turns, so that no weight is still in the L2 cache when it is read
 // again. A step is what the engine launches for it, captured once per engine into one graph; the cycle is
@@ -33,12 +35,15 @@ struct Options {
   std::string shape;               // empty: all
   int batch = 0;                   // 0: all
   std::string precision = "bf16";  // fp8, int4
+  std::string head = "preset";     // or what it is stored as, whatever the rest
   int context = 1024;
   int max_context = 0;  // of the table: as Case
   int repeats = 40;
   std::string json;
   std::string commit = "unknown";
 };
+
+constexpr const char* kHeads[] = {"preset", "bf16", "fp8", "scan", "rescored"};  // by HeadKind
 
 struct Times {
   double median = 0;
@@ -122,8 +127,9 @@ void measure(const Shape& shape, const Case& c, const Options& options, const Re
   for (const auto& subject : subjects) steps.push_back(subject->record(stream));
   stream::check(cudaStreamSynchronize(stream), "recorded cycles");
   const Subject& subject = *subjects[0];
-  std::printf("  %s, %s, batch %d, topk %d, %d nodes, %d steps, context %d (%s; workspace %.0f MB)\n",
-              shape.name.c_str(), options.precision.c_str(), c.batch, c.topk, c.num_draft_tokens, c.num_steps,
+  const char* const head = kHeads[static_cast<int>(resolved(c.head, c.weights))];
+  std::printf("  %s, %s, head %s, batch %d, topk %d, %d nodes, %d steps, context %d (%s; workspace %.0f MB)\n",
+              shape.name.c_str(), options.precision.c_str(), head, c.batch, c.topk, c.num_draft_tokens, c.num_steps,
               c.context, subject.backend(), static_cast<double>(subject.workspace_bytes()) * 1e-6);
   std::printf("    %-10s %9s %9s %9s %7s %7s\n", "", "us", "p99", "MB", "TB/s", "share");
 
@@ -168,19 +174,19 @@ void measure(const Shape& shape, const Case& c, const Options& options, const Re
                 static_cast<long long>(expected));
   std::fflush(stdout);
   if (report.json == nullptr) return;
-  std::fprintf(report.json,
-               "{\"shape\": \"%s\", \"precision\": \"%s\", \"batch\": %d, \"num_steps\": %d, \"topk\": %d, "
-               "\"num_draft_tokens\": %d, \"context\": %d, \"hidden\": %d, \"intermediate\": %d, \"heads\": %d, "
-               "\"kv_heads\": %d, \"head_dim\": %d, \"draft_vocab\": %d, \"cycle_us\": %.1f, \"cycle_p99_us\": %.1f, "
-               "\"step_us\": %.1f, \"extend_us\": %.1f, \"tree_us\": %.1f, \"skipped_us\": %.1f, \"steps\": {%s}, "
-               "\"bytes\": %.0f, "
-               "\"ceiling_tbps\": %.3f, \"share\": %.3f, \"workspace_bytes\": %zu, \"commit\": \"%s\"}\n",
-               shape.name.c_str(), options.precision.c_str(), c.batch, c.num_steps, c.topk, c.num_draft_tokens,
-               c.context, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim,
-               shape.draft_vocab, cycle.median, cycle.p99, step.median, extend.median, tree.median, skipped,
-               parts.c_str(), subject.cycle_bytes(), report.ceiling * 1e-12,
-               subject.cycle_bytes() / cycle.median * 1e6 / report.ceiling, subject.workspace_bytes(),
-               options.commit.c_str());
+  std::fprintf(
+      report.json,
+      "{\"shape\": \"%s\", \"precision\": \"%s\", \"head\": \"%s\", \"batch\": %d, \"num_steps\": %d, \"topk\": %d, "
+      "\"num_draft_tokens\": %d, \"context\": %d, \"hidden\": %d, \"intermediate\": %d, \"heads\": %d, "
+      "\"kv_heads\": %d, \"head_dim\": %d, \"draft_vocab\": %d, \"cycle_us\": %.1f, \"cycle_p99_us\": %.1f, "
+      "\"step_us\": %.1f, \"extend_us\": %.1f, \"tree_us\": %.1f, \"skipped_us\": %.1f, \"steps\": {%s}, "
+      "\"bytes\": %.0f, "
+      "\"ceiling_tbps\": %.3f, \"share\": %.3f, \"workspace_bytes\": %zu, \"commit\": \"%s\"}\n",
+      shape.name.c_str(), options.precision.c_str(), head, c.batch, c.num_steps, c.topk, c.num_draft_tokens, c.context,
+      shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, shape.draft_vocab, cycle.median,
+      cycle.p99, step.median, extend.median, tree.median, skipped, parts.c_str(), subject.cycle_bytes(),
+      report.ceiling * 1e-12, subject.cycle_bytes() / cycle.median * 1e6 / report.ceiling, subject.workspace_bytes(),
+      options.commit.c_str());
   std::fflush(report.json);
 }
 
@@ -204,6 +210,8 @@ int run(const Options& options) {
       c.weights = options.precision == "fp8" ? DType::kF8 : options.precision == "int4" ? DType::kI4 : DType::kBF16;
       if ((!options.shape.empty() && options.shape != shape.name) || (options.batch != 0 && options.batch != c.batch))
         continue;
+      while (options.head != kHeads[static_cast<int>(c.head)])
+        c.head = static_cast<HeadKind>(static_cast<int>(c.head) + 1);
       c.context = options.context;
       c.max_context = options.max_context;
       measure(shape, c, options, report, stream);
@@ -230,6 +238,10 @@ Options parse(int argc, char** argv) {
       options.precision = value;
       expect(options.precision == "bf16" || options.precision == "fp8" || options.precision == "int4",
              ErrorCode::kConfig, "--precision", "bf16, fp8 or int4", value);
+    } else if (name == "--head") {
+      options.head = value;
+      expect(std::ranges::find(kHeads, options.head) != std::end(kHeads), ErrorCode::kConfig, "--head",
+             "preset, bf16, fp8, scan or rescored", value);
     } else if (name == "--context") {
       options.context = std::max(1, std::atoi(value));
     } else if (name == "--max-context") {
@@ -241,7 +253,8 @@ Options parse(int argc, char** argv) {
     } else if (name == "--commit") {
       options.commit = value;
     } else {
-      fail(ErrorCode::kConfig, "option: expected --shape, --batch, --precision, --context, --max-context, --repeats, ",
+      fail(ErrorCode::kConfig,
+           "option: expected --shape, --batch, --precision, --head, --context, --max-context, --repeats, ",
            "--json or --commit, got ", name);
     }
   }

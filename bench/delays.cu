@@ -125,6 +125,13 @@ int run(const std::string& precision) {
   wrong += check(wide, {9, 3, 2, 6, 200, kNever, weights, 2, AuxNorm::kWhole, Residual::kNormed, NextHidden::kPreNorm},
                  weights, stream);
   for (const Case& c : {Case{1, 3, 1, 4, 500}, Case{16, 3, 1, 4, 500}}) wrong += check(large, c, weights, stream);
+  if (weights != DType::kBF16) {  // heads that no preset has
+    for (const HeadKind head : {HeadKind::kFp8, HeadKind::kScan}) {
+      Case c{8, 4, 1, 5, 300};
+      c.head = head;
+      wrong += check(small, c, weights, stream);
+    }
+  }
   return wrong == 0 ? 0 : 1;
 }
 

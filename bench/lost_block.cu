@@ -97,11 +97,8 @@ int check(const Shape& shape, const Case& c, std::size_t launch, Outcome outcome
   return good ? 0 : 1;
 }
 
-int run() {
-  cudaStream_t stream = nullptr;
-  stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+int check_all(const Case& c, cudaStream_t stream) {
   const Shape shape{"H512/I1024/V3000", 512, 1024, 8, 2, 64, 3000, 2000};
-  const Case c{3, 2, 1, 3, 100};
   setenv("EAGLEX_STREAM_REDUCTION", "last", 1);
   Subject patient(shape, c, 0);  // no block of it ever waits
   unsetenv("EAGLEX_STREAM_REDUCTION");
@@ -114,8 +111,20 @@ int run() {
     const bool is_qkv = names[i].find("QkvStep") != std::string::npos;
     wrong += check(shape, c, i, is_qkv ? Outcome::kAny : Outcome::kNoDraft, expected, stream);
   }
-  std::printf("lost block: %d products, %d wrong\n", products, wrong);
-  return wrong == 0 && products > 0 ? 0 : 1;
+  std::printf("lost block, %s: %d products, %d wrong\n", c.weights == DType::kBF16 ? "bf16" : "int4", products, wrong);
+  return wrong + (products > 0 ? 0 : 1);
+}
+
+int run() {
+  cudaStream_t stream = nullptr;
+  stream::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  int wrong = 0;
+  for (const DType weights : {DType::kBF16, DType::kI4}) {
+    Case c{3, 2, 1, 3, 100};
+    c.weights = weights;
+    wrong += check_all(c, stream);
+  }
+  return wrong == 0 ? 0 : 1;
 }
 
 }  // namespace

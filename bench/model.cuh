@@ -90,7 +90,8 @@ struct Model {
   Buffer<DraftBatch> batch;
   DraftBatch host_batch;
   stream::StreamPlan plan;
-  std::unique_ptr<Buffer<std::byte>> workspace;
+  std::unique_ptr<Buffer<std::byte>> workspace, offers;
+  bool rescores;  // an INT4 head's best are made exact; a test may turn it off
 
   Model(const Shape& s, int topk, DType type = DType::kBF16)
       : shape(s),
@@ -136,6 +137,7 @@ struct Model {
         seq_lens(kMaxRows),
         top_scores(size(kMaxRows) * topk),
         batch(1) {
+    rescores = type == DType::kI4;
     configure(topk);
     contents(topk);
     const stream::DeviceLimits device = stream::current_device();
@@ -145,6 +147,10 @@ struct Model {
     const stream::StreamNeeds needs{tallest, widest, kNumAux, topk, s.head_dim};
     workspace = std::make_unique<Buffer<std::byte>>(stream::workspace_bytes(device, needs));
     plan = stream::make_plan(device, needs, workspace->get());
+    if (rescores) {
+      offers = std::make_unique<Buffer<std::byte>>(stream::head_offer_bytes(s.draft_vocab, topk));
+      plan.head_offers = reinterpret_cast<std::uint64_t*>(offers->get());
+    }
     pool_arrays[0] = pool_k.get(), pool_arrays[1] = pool_v.get();
     plan.pool_k = pool_arrays, plan.pool_v = pool_arrays + 1;
   }
@@ -174,9 +180,20 @@ struct Model {
     return params;
   }
 
-  void launch_head(const HeadParams& params, cudaStream_t stream) const {
+  [[nodiscard]] HeadParams head_params(int rows) const {
+    HeadParams params;
+    params.rows = {Pass::kStep, 1, rows};
+    params.lm_head = lm_head.linear;
+    params.norm = view_of(norm, 0, shape.hidden);
+    params.hidden = hidden.get();
+    if (rescores) params.rescore_rows = view_of(*lm_head.parts[0], shape.draft_vocab, shape.hidden);
+    return params;
+  }
+
+  void launch_head(int rows, cudaStream_t stream) const {
+    const HeadParams params = head_params(rows);
     const int blocks = stream::launch_head(plan, params, context, stream);
-    stream::launch_head_merge(plan, params, blocks, nullptr, context, batch.get(), stream);
+    stream::launch_head_end(plan, params, blocks, nullptr, context, batch.get(), stream);
   }
 
   static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }

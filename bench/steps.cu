@@ -38,7 +38,7 @@ void launch(const Model& m, Kernel kernel, int rows, cudaStream_t stream) {
       return stream::launch_projection(m.plan, {pass, m.down.linear, m.act.get(), m.middle.get(), m.hidden.get()},
                                        stream);
     case Kernel::kHead:
-      return m.launch_head({pass, m.lm_head.linear, view_of(m.norm, 0, m.shape.hidden), m.hidden.get(), 0}, stream);
+      return m.launch_head(rows, stream);
   }
 }
 
@@ -54,6 +54,7 @@ void poison(const Model& m, cudaStream_t stream) {
   fill(m.q), fill(m.attention), fill(m.residual), fill(m.middle), fill(m.act), fill(m.hidden), fill(m.scratch_k),
       fill(m.scratch_v);
   fill(m.top_ids), fill(m.top_scores);
+  if (m.offers != nullptr) fill(*m.offers);
   const auto partials = static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.plan.counters) -
                                                  m.plan.partials);  // they lie in this order
   stream::check(cudaMemsetAsync(m.plan.partials, 0xFF, partials, stream), "poison");
@@ -130,6 +131,13 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
       check_gate_up(m, rows, verdict);
       check_projection("down", m.down, m.act, m.middle, m.hidden, rows, verdict);
       check_head(m, rows, verdict);
+      if (m.rescores) {
+        m.rescores = false;
+        m.launch_head(rows, stream);
+        synchronize(stream);
+        check_head(m, rows, verdict);
+        m.rescores = true;
+      }
       if (topk == 1) {
         check_fuse(m, rows, stream, verdict);
         check_extend_qkv(m, rows, stream, verdict);
@@ -206,6 +214,11 @@ void time_model(const Shape& shape, DType type, double ceiling, const std::vecto
         "%7.1f; alone",
         shape.name.c_str(), rows, us, us / first, 100 * floor_us / us, floor_us, last, plain);
     for (const Kernel kernel : kChain) std::printf(" %s %.1f", kNames[static_cast<int>(kernel)], alone(kernel));
+    if (m.rescores) {
+      m.rescores = false;
+      std::printf(" scan %.1f", alone(Kernel::kHead));
+      m.rescores = true;
+    }
     std::printf("\n");
     std::fflush(stdout);
   }

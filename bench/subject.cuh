@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/rescore.h"
 #include "cuda/factory.h"
 #include "draft/engine.h"
 #include "packed.cuh"
@@ -28,6 +29,15 @@ struct Shape {
   int draft_vocab = 0;
 };
 
+// How the head is stored. What the presets of low-bit weights mean is INT4 whose best are made exact by the rows as they
+// were.
+enum class HeadKind { kPreset, kPlain, kFp8, kScan, kRescored };
+
+inline HeadKind resolved(HeadKind kind, DType weights) {
+  if (kind != HeadKind::kPreset) return kind;
+  return weights == DType::kBF16 ? HeadKind::kPlain : HeadKind::kRescored;
+}
+
 struct Case {
   int batch = 1;
   int num_steps = 5;
@@ -41,11 +51,13 @@ struct Case {
   Residual residual = Residual::kPreNorm;
   NextHidden next_hidden = NextHidden::kPreNorm;
   int max_context = 0;  // that the table has room for; 0: the context and little more
+  HeadKind head = HeadKind::kPreset;
 };
 
 class Subject {
  public:
-  Subject(const Shape& shape, const Case& c, std::uint32_t seed) : shape_(shape), case_(c), seed_(seed) {
+  Subject(const Shape& shape, const Case& c, std::uint32_t seed)
+      : shape_(shape), case_(c), head_(resolved(c.head, c.weights)), seed_(seed) {
     constexpr int kRoom = 128;
     config_.hidden_size = config_.target_hidden_size = shape.hidden;
     config_.intermediate_size = shape.intermediate;
@@ -159,9 +171,12 @@ class Subject {
     if (step == "gate_up") elements = 2 * i * h;
     if (step == "down") elements = i * h;
     if (step == "head") elements = h * shape_.draft_vocab;
+    if (step == "fuse" || step == "attention") return 2 * elements;
     // FP8 has 4 bytes of scale per row besides, which is nothing; INT4 2 per 128 inputs.
-    const double few = case_.weights == DType::kF8 ? 1 : case_.weights == DType::kI4 ? 0.5 + 2.0 / kScaleGroup : 2;
-    return (step == "fuse" || step == "attention" ? 2 : few) * elements;
+    const DType type = step == "head" ? head_type() : case_.weights;
+    const double few = type == DType::kF8 ? 1 : type == DType::kI4 ? 0.5 + 2.0 / kScaleGroup : 2;
+    const double again = step == "head" && head_ == HeadKind::kRescored ? 2 * h * rescored(case_.topk) : 0;
+    return few * elements + again * case_.batch * case_.topk;
   }
   [[nodiscard]] double step_bytes() const {
     double sum = 0;
@@ -201,11 +216,18 @@ class Subject {
   }
   eaglex::Matrix weight(std::int64_t out, std::int64_t in) {
     const TensorView plain = matrix(out, in);
-    if (case_.weights == DType::kBF16) return plain;
-    packed_.push_back(quantised(plain.as<const bf16>(), out, in, case_.weights));
+    const eaglex::Matrix stored = stored_as(plain, case_.weights);
+    if (stored.packed()) memory_.pop_back();
+    return stored;
+  }
+  eaglex::Matrix stored_as(const TensorView& plain, DType type) {
+    if (type == DType::kBF16) return plain;
+    packed_.push_back(quantised(plain.as<const bf16>(), plain.shape[0], plain.shape[1], type));
     stream::check(cudaDeviceSynchronize(), "quantise");
-    memory_.pop_back();
     return packed_.back().matrix;
+  }
+  [[nodiscard]] DType head_type() const {
+    return head_ == HeadKind::kPlain ? DType::kBF16 : head_ == HeadKind::kFp8 ? DType::kF8 : DType::kI4;
   }
   template <class T, class F>
   TensorView ids(std::vector<std::int64_t> sizes, F&& value) {
@@ -231,7 +253,9 @@ class Subject {
                           weight(i, h), weight(h, i)});
     }
     w.norm = random({h}, 1, 0.1F);
-    w.lm_head = weight(shape_.draft_vocab, h);
+    const TensorView head = matrix(shape_.draft_vocab, h);
+    w.lm_head = stored_as(head, head_type());
+    if (head_ == HeadKind::kRescored) w.lm_head_rows = head;
     const std::int64_t apart = shape_.vocab / shape_.draft_vocab;
     w.d2t = ids<std::int64_t>({shape_.draft_vocab}, [&](std::int64_t d) { return d * apart - d; });
     const int half = config_.rotary_dim / 2;
@@ -245,6 +269,7 @@ class Subject {
 
   Shape shape_;
   Case case_;
+  HeadKind head_;
   std::uint32_t seed_;
   DraftConfig config_;
   SpeculationConfig speculation_;

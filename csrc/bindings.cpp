@@ -239,6 +239,22 @@ bool move_batch(eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::h
                                  {&batch.out_cache_loc, out_cache_loc}});
 }
 
+class RepeatedRun final : public eaglex::bindings::Repeated {
+ public:
+  RepeatedRun(eaglex::DraftEngine& engine, eaglex::BatchTensors& batch) : Repeated(6), engine_(engine), batch_(batch) {}
+
+  bool operator()(PyObject* const* tensors, eaglex::Stream stream) override {
+    if (!move_batch(batch_, tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5])) return false;
+    const py::gil_scoped_release released;
+    engine_.run(batch_, stream);
+    return true;
+  }
+
+ private:
+  eaglex::DraftEngine& engine_;
+  eaglex::BatchTensors& batch_;
+};
+
 // clang-format off: the tables of fields below read as tables
 void bind_configs(py::module_& m) {
   using namespace eaglex;  // NOLINT(google-build-using-namespace): the names below are all of it
@@ -284,7 +300,7 @@ void bind_tensors(py::module_& m) {
   py::class_<DraftWeights>(m, "DraftWeights").def(py::init<>())
       EAGLEX_TENSOR(DraftWeights, embed_tokens) EAGLEX_TENSOR(DraftWeights, fc) EAGLEX_TENSOR(DraftWeights, aux_norms)
       EAGLEX_FIELD(DraftWeights, layers) EAGLEX_TENSOR(DraftWeights, norm) EAGLEX_TENSOR(DraftWeights, lm_head)
-      EAGLEX_TENSOR(DraftWeights, d2t) EAGLEX_TENSOR(DraftWeights, inv_freq);
+      EAGLEX_TENSOR(DraftWeights, lm_head_rows) EAGLEX_TENSOR(DraftWeights, d2t) EAGLEX_TENSOR(DraftWeights, inv_freq);
   py::class_<EngineTensors>(m, "EngineTensors").def(py::init<>())
       EAGLEX_TENSOR(EngineTensors, req_to_token) EAGLEX_TENSOR(EngineTensors, draft_k) EAGLEX_TENSOR(EngineTensors, draft_v)
       EAGLEX_TENSOR(EngineTensors, draft_tokens) EAGLEX_TENSOR(EngineTensors, parents) EAGLEX_TENSOR(EngineTensors, scores)
@@ -350,20 +366,13 @@ void bind_engine(py::module_& m) {
           },
           py::arg("batch"), py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
       .def(
-          "run_again",
-          [](DraftEngine& self, eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::handle input_ids,
-             py::handle num_valid, py::handle req_pool_indices, py::handle seq_lens, py::handle out_cache_loc,
-             std::uintptr_t stream) {
-            if (!move_batch(batch, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens,
-                            out_cache_loc)) {
-              return false;
-            }
-            const py::gil_scoped_release released;
-            self.run(batch, as_stream(stream));
-            return true;
+          "repeated_run",
+          [](DraftEngine& self, eaglex::BatchTensors& batch) {
+            return eaglex::bindings::function_of(std::make_unique<RepeatedRun>(self, batch),
+                                                 py::make_tuple(py::cast(&self), py::cast(&batch)));
           },
-          eaglex::bindings::kAgain)
-      .def("tree_again", eaglex::bindings::tree_again<DraftEngine>, eaglex::bindings::kAgain)
+          py::arg("batch"), eaglex::bindings::kRepeated)
+      .def("repeated_tree", eaglex::bindings::repeated_tree<DraftEngine>, py::arg("batch"), eaglex::bindings::kRepeated)
       .def(
           "reads_original",
           [](const DraftEngine& self, std::uintptr_t matrix) {

@@ -250,7 +250,7 @@ void bind_ranks(py::module_& m) {
             self.tree(batch, as_stream(stream));
           },
           py::arg("batch"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
-      .def("tree_again", tree_again<DraftFollower>, kAgain)
+      .def("repeated_tree", repeated_tree<DraftFollower>, py::arg("batch"), kRepeated)
       .def(
           "mark", [](DraftFollower& self, std::uintptr_t stream) { return self.mark(as_stream(stream)); },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>())

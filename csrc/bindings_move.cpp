@@ -5,7 +5,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <utility>
 
 #include "bindings.h"
 #include "core/dlpack.h"
@@ -63,7 +65,47 @@ std::optional<TensorView> seen(py::handle tensor) {
   return std::nullopt;
 }
 
+constexpr const char* kRepeatedName = "eaglex repeated call";
+
+struct Kept {
+  std::unique_ptr<Repeated> repeated;
+  py::tuple owners;
+};
+
+PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  auto* const kept = static_cast<Kept*>(PyCapsule_GetPointer(self, kRepeatedName));
+  if (kept == nullptr) return nullptr;
+  const std::size_t tensors = kept->repeated->num_tensors();
+  if (static_cast<std::size_t>(count) != tensors + 1) {
+    return PyErr_Format(PyExc_TypeError, "expected %zu tensors and a stream, got %zd arguments", tensors, count);
+  }
+  const std::size_t stream = PyLong_AsSize_t(arguments[tensors]);
+  if (stream == static_cast<std::size_t>(-1) && PyErr_Occurred() != nullptr) return nullptr;
+  try {
+    return PyBool_FromLong((*kept->repeated)(arguments, as_stream(stream)) ? 1 : 0);
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+    return nullptr;
+  }
+}
+
+PyMethodDef repeated_method = {"again", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
+                               METH_FASTCALL, kRepeated};
+
 }  // namespace
+
+py::object function_of(std::unique_ptr<Repeated> repeated, py::tuple owners) {
+  auto kept = std::make_unique<Kept>(Kept{std::move(repeated), std::move(owners)});
+  const auto destroy = [](PyObject* capsule) {
+    delete static_cast<Kept*>(PyCapsule_GetPointer(capsule, kRepeatedName));  // NOLINT: the capsule owns it
+  };
+  const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(kept.get(), kRepeatedName, destroy));
+  if (!capsule) throw py::error_already_set();
+  static_cast<void>(kept.release());
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&repeated_method, capsule.ptr()));
+  if (!function) throw py::error_already_set();
+  return function;
+}
 
 TensorView view_of(const DLTensor& tensor) {
   TensorView view;

@@ -420,7 +420,7 @@ class Follower:
         """As `DraftEngine.repeated_tree`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         trees = self._trees
-        return repeated_tree_of(trees.binary, trees.follower.tree_again, out, ids)
+        return repeated_tree_of(trees.binary, trees.follower, out, ids)
 
 
 def _follower_tensors(binary: Any, results: DraftResults) -> Any:

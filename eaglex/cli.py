@@ -14,7 +14,7 @@ from eaglex.errors import ConfigError, EaglexError
 from eaglex.packed import Auto, DraftQuant
 
 QUANT_HELP = (
-    "precision of the draft's matrices: none, fp8, int4 (mlp and qkv; head and o in fp8), or by part as in "
+    "precision of the draft's matrices: none, fp8 (head in int4, its best rescored), int4, or by part as in "
     "head=int4,mlp=fp8 (parts: head, mlp, qkv, o; default: as the checkpoint has them)"
 )
 AUTO_HELP = "; auto measures which pay, prints the figures, and takes those"

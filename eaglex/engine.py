@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from eaglex.config import DraftConfig, EngineLimits, MaskMode, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError, DeviceError
-from eaglex.reference import rope_frequencies
-from eaglex.repeated import Again, RepeatedRun, RepeatedTree
+from eaglex.reference_rope import rope_frequencies
+from eaglex.repeated import RepeatedRun, RepeatedTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,19 +192,17 @@ class DraftEngine:
             "tensors": tensors,
         }
         binary.DraftEngine.check_inputs(**inputs)
-        self.results = DraftResults.allocate(
-            speculation, limits, self.device, draft_vocab_size=config.draft_vocab_size
-        )
+        self.results = DraftResults.allocate(speculation, limits, self.device, draft_vocab_size=config.draft_vocab_size)
         _fill(tensors, **_fields(self.results))
         self._engine = binary.DraftEngine(**inputs)
         self._binary = binary
         # The tensors themselves, not the caller's lists and dataclasses, which the caller may change.
         results = _fields(self.results).values()
-        # embed_tokens always: it may be the same memory as lm_head.
+        # embed_tokens always: it may be the same memory as lm_head. lm_head_rows are read where they lie.
         matrices = [
             weight
             for name, weight in weights.named()
-            if name == "embed_tokens"
+            if name in ("embed_tokens", "lm_head_rows")
             or self._engine.reads_original((weight if isinstance(weight, Tensor) else weight.values).data_ptr())
         ]
         # Attributes go in the order in which they were set. The last reference to the C++ engine, whose end waits for
@@ -247,14 +246,14 @@ class DraftEngine:
         filled = _fill(self._binary.BatchTensors(), **_fields(batch))
         if batch.out_cache_loc is None or batch.temperatures is not None:
             raise ConfigError("repeated_run: expected out_cache_loc and no temperatures")
-        return RepeatedRun(self._engine.run_again, filled, (batch.row_start, batch.draft_from))
+        return RepeatedRun(self._engine.repeated_run(filled), filled, (batch.row_start, batch.draft_from))
 
     def repeated_tree(
         self, out: VerifyTensors, *, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor
     ) -> RepeatedTree:
         """`tree` into these tensors, as `repeated_run`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-        return repeated_tree_of(self._binary, self._engine.tree_again, out, ids)
+        return repeated_tree_of(self._binary, self._engine, out, ids)
 
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""
@@ -332,6 +331,13 @@ def current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+def current_stream_of(device: torch.device) -> Callable[[], int]:
+    """`current_stream(device)` as one call of a C function where torch has one."""
+    if device.type != "cuda" or _raw_stream is None or device.index is None:
+        return functools.partial(current_stream, device)
+    return functools.partial(_raw_stream, device.index)
+
+
 def _extension() -> Any:
     try:
         from eaglex import _C
@@ -366,10 +372,10 @@ def _verify_fields(binary: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> d
     return _fields(out) | ids | {"mask_mode": getattr(binary.MaskMode, out.mask_mode.name)}
 
 
-def repeated_tree_of(binary: Any, again: Again, out: VerifyTensors, ids: dict[str, Tensor]) -> RepeatedTree:
-    """A `tree` of one shape, for an engine's and a follower's alike."""
+def repeated_tree_of(binary: Any, trees: Any, out: VerifyTensors, ids: dict[str, Tensor]) -> RepeatedTree:
+    """A `tree` of one shape, for an engine of the binary and a follower alike."""
     filled = _fill(binary.VerifyTensors(), **_verify_fields(binary, out, ids))
-    return RepeatedTree(again, filled, dataclasses.replace(out))
+    return RepeatedTree(trees.repeated_tree(filled), filled, dataclasses.replace(out))
 
 
 def _config(binary: Any, config: DraftConfig, rope_factor: float) -> Any:
@@ -403,6 +409,7 @@ def _weights(binary: Any, weights: DraftWeights, inv_freq: Tensor) -> Any:
         layers=layers,
         norm=_plain(weights.norm),
         lm_head=_plain(weights.lm_head),
+        lm_head_rows=_plain(weights.lm_head_rows),
         d2t=weights.d2t,
         inv_freq=inv_freq,
     )

@@ -187,8 +187,12 @@ def cut(config: DraftConfig, weights: DraftWeights, ranking: Ranking, size: int 
     )
     if unseen:
         note += f"; {unseen:,} of them never occur there"
+    wide = weights.lm_head_rows
     made = dataclasses.replace(
-        weights, lm_head=_rows(weights.lm_head, kept), d2t=(targets[kept] - torch.arange(count)).to(weights.fc.device)
+        weights,
+        lm_head=_rows(weights.lm_head, kept),
+        lm_head_rows=None if wide is None else wide[kept.to(wide.device)],
+        d2t=(targets[kept] - torch.arange(count)).to(weights.fc.device),
     )
     return Cut(
         config=dataclasses.replace(config, draft_vocab_size=count), weights=made, before=before, after=after, note=note

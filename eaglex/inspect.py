@@ -7,7 +7,7 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from eaglex.config import DraftConfig
-from eaglex.packed import DraftQuant, Precision, packed_bytes
+from eaglex.packed import DraftQuant, Precision, packed_bytes, rescored
 from eaglex.packed_tensors import PackedInfo
 from eaglex.weights import expected_shapes
 
@@ -22,7 +22,9 @@ _ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Bytes of one draft on its GPU. A step reads all weights but `fc` (once per cycle) and the embedding (one row)."""
+    """Bytes of one draft on its GPU. A step reads all weights but `fc` (once per cycle), the embedding (one row) and
+    the rows beside an INT4 head (those that are scored again).
+    """
 
     parameters: int
     step_bytes: int
@@ -56,13 +58,16 @@ def cost(
             sizes[name] = counts[name] * size
         else:
             sizes[name] = packed_bytes(precision, shape)
+    four, info = quant.head is Precision.INT4, stored.get("lm_head")
+    rows = four and not (isinstance(info, PackedInfo) and info.dtype == Precision.INT4.value.upper())
+    kept = counts["lm_head"] * size if rows else 0  # lm_head_rows, of which a chain's step reads a few
     fuse = sum(n for name, n in sizes.items() if name == "fc" or name.startswith("aux_norms"))
     total, embedding = sum(sizes.values()), sizes["embed_tokens"]
     return Cost(
         parameters=sum(counts.values()),
-        step_bytes=total - fuse - embedding + config.hidden_size * size,
+        step_bytes=total - fuse - embedding + (1 + (rescored(1) if rows else 0)) * config.hidden_size * size,
         fuse_bytes=fuse,
-        weights_bytes=total - embedding,
+        weights_bytes=total - embedding + kept,
         embedding_bytes=embedding,
         kv_bytes_per_token=2 * config.num_layers * config.kv_size * size,
     )

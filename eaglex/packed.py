@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-GROUP = 128  # as in reference_low_bit, which needs torch
+GROUP = 128  # as in reference_low_bit, which needs torch; so is `rescored`
 
 
 class Precision(enum.Enum):
@@ -60,6 +60,11 @@ def part_of(name: str) -> Part | None:
     return _PARTS.get(name.split(".")[-1])
 
 
+def rescored(topk: int) -> int:
+    """Scores of a row that a rescored head makes exact: an INT4 one beside the rows it was made from."""
+    return max(8, 2 * topk)
+
+
 def packed_bytes(precision: Precision, shape: tuple[int, ...]) -> int:
     """Bytes of a matrix [out, in] in FP8 or INT4 as quantised here, scales included."""
     rows, width = shape
@@ -84,18 +89,16 @@ class DraftQuant:
     def parse(cls, text: str) -> DraftQuant:
         """`none`, `fp8`, `int4`, or parts as in `head=int4,mlp=fp8`. Raises ConfigError.
 
-        `int4` is INT4 where it costs little, mlp and qkv, and FP8 in head and o: INT4 in every part costs more than
-        3 % of the accept length, however its scales are chosen (docs/precision.md).
+        `fp8` has the head in INT4, as its best scores are made exact, and FP8 in the other parts; `int4` INT4 in all
+        (docs/precision.md).
         """
         if text == Auto.AUTO.value:
             raise ConfigError(
                 f"draft_quant: expected {', '.join(_WORDS)} or part=precision, got auto, which measures and so needs "
                 "the weights on their device: eaglex generate --draft-quant auto prints what it chooses"
             )
-        if text == Precision.INT4.value:
-            return cls(head=Precision.FP8, mlp=Precision.INT4, qkv=Precision.INT4, o=Precision.FP8)
         if text in _WORDS:
-            return cls.every(Precision(text))
+            return _OF_WORD[Precision(text)]
         chosen: dict[str, Precision] = {}
         for item in text.split(","):
             part, equals, word = item.strip().partition("=")
@@ -114,9 +117,11 @@ class DraftQuant:
 
     def __str__(self) -> str:
         words = [f"{f.name}={p.value}" for f in dataclasses.fields(self) if (p := getattr(self, f.name)) is not None]
-        if len({self.head, self.mlp, self.qkv, self.o}) == 1 and self.head is not None:
-            return self.head.value
-        return ",".join(words) or "as stored"
+        return Precision.NONE.value if self == DraftQuant.every(Precision.NONE) else ",".join(words) or "as stored"
+
+
+_OF_WORD = {precision: DraftQuant.every(precision) for precision in Precision}
+_OF_WORD[Precision.FP8] = dataclasses.replace(_OF_WORD[Precision.FP8], head=Precision.INT4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

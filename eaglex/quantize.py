@@ -29,7 +29,8 @@ def quantize(weights: DraftWeights, quant: DraftQuant, *, device: torch.device |
 
     `device` is where matrices are quantised and left (None: where they lie). Two CPU cores take about 50
     million weights per second in FP8, 25 in INT4. A matrix that is packed otherwise is unpacked first, which rounds
-    twice.
+    twice. A head that becomes INT4 keeps the rows it was made from as lm_head_rows, which is the same memory where it
+    was a tensor on `device` already; one that was INT4 before stays as it is.
     Raises ShapeError, naming the tensor, for NaN or infinity and for an odd width in INT4.
     """
     dtype = weights.fc.dtype
@@ -48,7 +49,23 @@ def quantize(weights: DraftWeights, quant: DraftQuant, *, device: torch.device |
         names = [f.name for f in dataclasses.fields(layer) if part_of(f.name) is not None]
         changed: dict[str, Any] = {name: made(f"layers.{index}.{name}", getattr(layer, name)) for name in names}
         layers.append(dataclasses.replace(layer, **changed))
-    return dataclasses.replace(weights, layers=layers, lm_head=made("lm_head", weights.lm_head))
+    return dataclasses.replace(weights, layers=layers, **_head(weights, quant, made, device))
+
+
+def _head(
+    weights: DraftWeights, quant: DraftQuant, made: Callable[[str, Weight], Weight], device: torch.device | None
+) -> dict[str, Any]:
+    """lm_head in that precision and what becomes of lm_head_rows."""
+    head, rows = weights.lm_head, weights.lm_head_rows
+    four = not isinstance(head, Tensor) and head.precision is Precision.INT4
+    if quant.head is None or (quant.head is Precision.INT4 and four):
+        return {"lm_head": head, "lm_head_rows": rows}
+    plain = head if rows is None else rows
+    if quant.head is not Precision.INT4:
+        return {"lm_head": made("lm_head", plain), "lm_head_rows": None}
+    plain = plain if device is None else plain.to(device)
+    plain = plain if isinstance(plain, Tensor) else unpacked(plain).to(weights.fc.dtype)
+    return {"lm_head": made("lm_head", plain), "lm_head_rows": plain}
 
 
 @torch.no_grad()

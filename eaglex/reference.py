@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eaglex.reference_low_bit import product
+from eaglex.reference_low_bit import product, with_exact_best
+from eaglex.reference_rope import rope_frequencies
 
 if TYPE_CHECKING:
-    from eaglex.config import DraftConfig, RopeConfig, SpeculationConfig
+    from eaglex.config import DraftConfig, SpeculationConfig
     from eaglex.weights import DraftWeights, LayerWeights
 
 
@@ -62,54 +63,6 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · gamma over the last dimension, in at least float32, back in x's dtype."""
     wide = _wide(x)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * _wide(gamma)).to(x.dtype)
-
-
-def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [rotary_dim / 2] float32 and the factor on cosine and sine.
-
-    Formulas: Hugging Face `modeling_rope_utils` (default, linear, llama3, yarn). Its float32 rounding is kept, because
-    models were trained with it and a position of 100,000 multiplies any difference.
-    """
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
-    kind = rope.scaling.value
-    if kind == "linear":
-        return inv_freq / rope.factor, 1.0 if rope.attention_factor is None else rope.attention_factor
-    if kind == "llama3":
-        wavelength = 2 * math.pi / inv_freq
-        long = rope.original_max_position_embeddings / rope.low_freq_factor
-        short = rope.original_max_position_embeddings / rope.high_freq_factor
-        blend = (rope.original_max_position_embeddings / wavelength - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor)
-        middle = (1 - blend) * inv_freq / rope.factor + blend * inv_freq
-        short_or_middle = torch.where(wavelength < short, inv_freq, middle)
-        scaled = torch.where(wavelength > long, inv_freq / rope.factor, short_or_middle)
-        return scaled, 1.0 if rope.attention_factor is None else rope.attention_factor
-    if kind == "yarn":
-        return _yarn(rope, rotary_dim, inv_freq)
-    return inv_freq, 1.0 if rope.attention_factor is None else rope.attention_factor
-
-
-def _yarn(rope: RopeConfig, dim: int, inv_freq: Tensor) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): interpolate slow frequencies, keep fast ones, ramp between; scale attention."""
-    def dimension(rotations: float) -> float:
-        length = rope.original_max_position_embeddings
-        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-    scaled = inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
-
-    def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
-    if rope.attention_factor is not None:
-        return scaled, rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scaled, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return scaled, mscale(1.0)
 
 
 def rope(x: Tensor, positions: Tensor, config: DraftConfig) -> Tensor:
@@ -188,9 +141,24 @@ def down(layer: LayerWeights, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def head(config: DraftConfig, weights: DraftWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [T, H] → logits [T, Vd] and the hidden state [T, H] that feeds the next step."""
+    """hidden [T, H] → logits [T, Vd] and the hidden state [T, H] that feeds the next step.
+
+    Where there are lm_head_rows the logits are the scan's, whose best `rescore` makes exact.
+    """
     normed = rms_norm(hidden, weights.norm, config.rms_norm_eps)
     return product(normed, weights.lm_head), normed if config.next_hidden.value == "normed" else hidden
+
+
+def rescore(config: DraftConfig, weights: DraftWeights, logits: Tensor, hidden: Tensor,
+            topk: int) -> tuple[Tensor, Tensor]:
+    """head's logits [T, Vd] and next hidden [T, H] → the logits that count and the ids [T, R], ascending, that may be
+    drafted: all of them, or with lm_head_rows the best of the scan, their scores replaced (with_exact_best).
+    """
+    if weights.lm_head_rows is None:
+        return logits, torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    if config.next_hidden.value != "normed":
+        hidden = rms_norm(hidden, weights.norm, config.rms_norm_eps)
+    return with_exact_best(hidden, logits, weights.lm_head_rows, topk)
 
 
 def forward(config: DraftConfig, weights: DraftWeights, cache: DraftCache, hidden: Tensor, input_ids: Tensor,
@@ -270,14 +238,16 @@ def draft(config: DraftConfig, weights: DraftWeights, cache: DraftCache, logits:
     grid_score: list[Tensor] = []
     probs: list[Tensor] = []
     for step in range(steps):
-        if not bool(torch.isfinite(torch.logsumexp(_wide(logits), -1)).all()):
+        scan, (logits, ids) = logits, rescore(config, weights, logits, hidden, k)
+        if not bool(torch.isfinite(torch.logsumexp(_wide(torch.cat([scan, logits])), -1)).all()):
             return Draft.none()
         if temperature > 0:
             assert uniforms is not None
             top, ids = sample(logits, temperature, uniforms[step])
             probs.append(torch.softmax(_wide(logits[0]) / temperature, -1))
         else:
-            top, ids = top_k(torch.log_softmax(_wide(logits), -1), k)
+            top, best = top_k(torch.log_softmax(_wide(logits), -1).gather(1, ids), k)
+            ids = ids.gather(1, best)
         score = frontier_score[:, None] + top  # [frontier, k]
         base = sum(len(g) for g in grid_token)
         grid_token.append((ids if weights.d2t is None else ids + weights.d2t[ids]).flatten())

@@ -25,6 +25,7 @@ E4M3_MAX = 448.0
 # Scales that INT4 tries. A signed scale makes all 16 numbers count, a shorter one cuts the largest entry off for finer
 # steps elsewhere: together 17 % less error on normal weights than max |W| / 7, at six times the work at load.
 STRETCHES = (1.0, 1.1, 0.95, 0.9, 0.85, 0.8)
+RESCORE_GROUP = 64  # draft ids that offer their best together: the rows of a kernel's tile
 _LEAST_SCALE = 2.0**-126  # below it a division by the scale would not be exact; also what a row of zeros gets
 
 
@@ -42,6 +43,41 @@ def product(x: Tensor, weight: Weight) -> Tensor:
     for g in range(scales.shape[1]):
         total += (wide[:, g * size : (g + 1) * size] @ values[:, g * size : (g + 1) * size].T) * scales[:, g]
     return total.to(x.dtype)
+
+
+def rescored(topk: int) -> int:
+    """How many scores R of a row are made exact: the fewest of 4, 8, 16 and 2·k, 4·k that cost no acceptance
+    (docs/precision.md).
+    """
+    return max(8, 2 * topk)
+
+
+def offered(scan: Tensor, topk: int) -> Tensor:
+    """The ids [T, R] whose scores in the scan [T, Vd] are to be made exact, ascending.
+
+    Each 64 consecutive ids offer their max(2, k) best, the last ones too where 64 does not divide Vd; of what is
+    offered the R best are taken, or all where they are fewer. Ties go to the lowest id. Two for a chain: of one alone,
+    the best token would be lost wherever the scan puts a neighbour before it.
+    """
+    starts = range(0, scan.shape[1], RESCORE_GROUP)
+    ids = torch.cat([start + _best(scan[:, start : start + RESCORE_GROUP], max(2, topk)) for start in starts], 1)
+    return ids.gather(1, _best(scan.gather(1, ids), rescored(topk))).sort(1).values
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Where in each row the `count` best (or all) are, ascending: ties go to the lowest, here and in what follows."""
+    return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+
+
+def with_exact_best(x: Tensor, scan: Tensor, rows: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Normed x [T, H] and its scan [T, Vd] by an INT4 head made from `rows` [Vd, H] → logits [T, Vd], ids [T, R].
+
+    s[id] = x · rows[id] for the ids of `offered`, as that head would have it unpacked, rounding included; all others
+    keep the scan's. INT4's error reorders only what lies close together, so the best are among these R, and they alone
+    may be drafted.
+    """
+    ids = offered(scan, topk)
+    return scan.scatter(1, ids, (x @ rows.T).gather(1, ids)), ids
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:

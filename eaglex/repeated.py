@@ -13,17 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-Again = Callable[..., bool]  # the binary's structure, the tensors that move, the stream
+Again = Callable[..., bool]  # of the tensors that move and the stream
 
 
 class RepeatedRun:
     """`DraftEngine.run` for batches of one shape, whose row_start and draft_from stay the first one's.
 
-    Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run.
+    Made by `DraftEngine.repeated_run`. The caller keeps what it gives alive until it has run. `again` is the call as
+    one C function, for who counts Python's frames; it takes the same arguments, by place, while this object lives.
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
-        self._again, self._filled, self._constant = again, filled, constant
+        self.again, self.filled, self._constant = again, filled, constant
 
     def __call__(
         self,
@@ -36,9 +37,7 @@ class RepeatedRun:
         stream: int,
     ) -> bool:
         """One cycle, as `DraftEngine.run`; False, with nothing done, where these are not of the first batch's shape."""
-        return self._again(
-            self._filled, aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc, stream
-        )
+        return self.again(aux_hidden_states, input_ids, num_valid, req_pool_indices, seq_lens, out_cache_loc, stream)
 
 
 class RepeatedAsk:
@@ -82,12 +81,12 @@ class RepeatedLanes:
 class RepeatedTree:
     """`tree` into one set of the verifier's tensors.
 
-    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run.
+    Made by `DraftEngine.repeated_tree`. The caller keeps what it gives alive until it has run. Its `again`: as above.
     """
 
     def __init__(self, again: Again, filled: Any, constant: object) -> None:
-        self._again, self._filled, self._constant = again, filled, constant
+        self.again, self.filled, self._constant = again, filled, constant
 
     def __call__(self, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> bool:
         """As `DraftEngine.tree`; False, with nothing done, where these are not of the first call's shape."""
-        return self._again(self._filled, req_pool_indices, seq_lens, bonus_tokens, stream)
+        return self.again(req_pool_indices, seq_lens, bonus_tokens, stream)

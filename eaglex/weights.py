@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eaglex.config import AuxNorm, EmbeddingNorm
 from eaglex.errors import ShapeError
-from eaglex.packed import PackedWeight, part_of
+from eaglex.packed import PackedWeight, Precision, part_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,9 @@ class DraftWeights:
     layers: list[LayerWeights]
     norm: Tensor  # [H]
     lm_head: Weight  # [draft_vocab, H]
+    # [draft_vocab, H] beside an INT4 lm_head: what it was made from, by which the best of its scores are made exact
+    # (reference_low_bit.with_exact_best). None where there is no such thing; then the INT4 scores are all there is.
+    lm_head_rows: Tensor | None = None
     d2t: Tensor | None = None  # [draft_vocab] int64
 
     def named(self) -> Iterator[tuple[str, Weight]]:
@@ -60,12 +63,18 @@ class DraftWeights:
                     yield f"layers.{i}.{field.name}", tensor
         yield "norm", self.norm
         yield "lm_head", self.lm_head
+        if self.lm_head_rows is not None:
+            yield "lm_head_rows", self.lm_head_rows
         if self.d2t is not None:
             yield "d2t", self.d2t
 
     def check(self, config: DraftConfig) -> None:
         """Raise ShapeError, naming the tensor, unless these are exactly the tensors that `config` describes."""
         expected = expected_shapes(config)
+        if self.lm_head_rows is not None:
+            if not isinstance(self.lm_head, PackedWeight) or self.lm_head.precision is not Precision.INT4:
+                raise ShapeError("lm_head_rows: expected none unless lm_head is int4, got rows beside another lm_head")
+            expected["lm_head_rows"] = expected["lm_head"]
         if self.d2t is None:
             if config.draft_vocab_size != config.vocab_size:
                 raise ShapeError(

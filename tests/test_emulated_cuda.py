@@ -18,6 +18,7 @@ import test_early_stop
 import test_engine
 import test_engine_isolation
 import test_low_bit_engine
+import test_rescored_head
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def emulator():
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_emulator(emulator):
     with pytest.MonkeyPatch.context() as patch, emulator.installed():
-        for module in (test_early_stop, test_engine, test_engine_isolation, test_low_bit_engine):
+        for module in (test_early_stop, test_engine, test_engine_isolation, test_low_bit_engine, test_rescored_head):
             patch.setattr(module, "Rig", EmulatedRig)
         for module in (test_cuda_engine, test_cuda_graph, test_cuda_tree):
             patch.setattr(module, "CudaRig", EmulatedRig)
@@ -97,6 +98,31 @@ def test_fp8_scales_by_groups() -> None:
 
 def test_all_256_bytes_of_fp8() -> None:
     test_low_bit_engine.test_all_256_bytes_of_fp8()
+
+
+@pytest.mark.parametrize(("vocab", "topk"), [(700, 1), (64, 4), (129, 2), (18, 16)])
+def test_a_rescored_head_is_the_references(vocab, topk) -> None:
+    test_rescored_head.test_equals_the_reference(vocab, topk, torch.float32)
+
+
+@pytest.mark.parametrize("vocab", [1, 5])
+def test_a_rescored_head_of_few_ids(vocab) -> None:
+    test_rescored_head.test_fewer_ids_than_are_rescored(vocab)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_rescored_head_is_sampled_from(temperature) -> None:
+    test_rescored_head.test_rejection_sampling(temperature)
+
+
+def test_ties_of_a_rescored_head() -> None:
+    test_rescored_head.test_ties_go_to_the_lowest_id()
+    test_rescored_head.test_a_zero_head()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_rescored_head_that_is_not_finite(value) -> None:
+    test_rescored_head.test_what_is_not_finite_voids_the_draft_where_it_is_read(value)
 
 
 def test_packed_matrices_may_be_let_go() -> None:

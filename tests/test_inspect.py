@@ -65,14 +65,16 @@ def test_cost_by_precision():
     eight = cost(LLAMA_8B, "BF16", DraftQuant.parse("head=fp8"))
     assert plain.step_bytes - eight.step_bytes == 2 * heads - (heads + 4 * 32000)
     four = cost(LLAMA_8B, "BF16", DraftQuant.parse("head=int4"))
-    assert plain.step_bytes - four.step_bytes == 2 * heads - (heads // 2 + 2 * 32000 * 32)
+    rescored = 8 * 4096 * 2  # rows that a step reads again of those that the head was made from, all kept beside it
+    assert plain.step_bytes - four.step_bytes == 2 * heads - (heads // 2 + 2 * 32000 * 32) - rescored
+    assert four.weights_bytes - plain.weights_bytes == heads // 2 + 2 * 32000 * 32
     assert (plain.fuse_bytes, plain.embedding_bytes) == (four.fuse_bytes, four.embedding_bytes)
     assert plain.kv_bytes_per_token == four.kv_bytes_per_token
     every = cost(LLAMA_8B, "BF16", DraftQuant.every(Precision.INT4))
     assert every.step_bytes == pytest.approx(749e6 / 4 * 1.031, rel=0.002)
 
 
-@pytest.mark.parametrize("word", ["fp8", "int4", "head=int4,qkv=fp8"])
+@pytest.mark.parametrize("word", ["fp8", "int4", "head=fp8,mlp=int4", "head=int4,qkv=fp8"])
 def test_cost_counts_the_packed_tensors_that_are_made(word):
     quant = DraftQuant.parse(word)
     facts = examine(DRAFT, target=TARGET)
@@ -90,7 +92,7 @@ def test_report_by_precision(capsys):
     options = ["--bandwidth", "2", "--draft-quant", "fp8", "--json"]
     code, out, _ = run(capsys, "inspect", DRAFT, "--target", TARGET, *options)
     found = json.loads(out)
-    assert found["draft_quant"] == "fp8"
+    assert found["draft_quant"] == "head=int4,mlp=fp8,qkv=fp8,o=fp8"
     assert found["step_bytes"] == found["by_draft_quant"]["fp8"]["step_bytes"]
     assert found["step_floor_us"] == found["by_draft_quant"]["fp8"]["step_floor_us"]
     assert found["by_draft_quant"]["none"]["step_floor_us"] == found["by_draft_quant"]["none"]["step_bytes"] / 2e6

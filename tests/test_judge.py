@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 from support.judge import Judge
+from support.models import random_weights
 from support.rig import Ask, Layout
 from support.streamed import StreamedRig, make_streamed_config
 
 from eaglex import reference
 from eaglex.config import SpeculationConfig
+from eaglex.packed import DraftQuant
+from eaglex.quantize import quantize
 
 CHAIN = SpeculationConfig(num_steps=4)
 TREE = SpeculationConfig(num_steps=4, topk=3, num_draft_tokens=12)
@@ -82,6 +86,68 @@ def test_a_norm_that_is_one_percent_off_is_found(speculation) -> None:
     rig.judge.ENOUGH = 1
     with pytest.raises(AssertionError, match="by depth"):
         rig.compare(rig.cycle([Ask(r, 9) for r in range(12)]))
+
+
+class Rescored(OnTheCpu):
+    """The reference has a rescored head, and the engine what `served` makes of it."""
+
+    served = staticmethod(lambda weights: weights)
+
+    def build(self):
+        right = self.weights
+        self.weights = self.served(right)
+        try:
+            return super().build()
+        finally:
+            self.weights = right
+
+
+class ScanAlone(Rescored):
+    """The engine drafts by the INT4 scores."""
+
+    served = staticmethod(lambda weights: dataclasses.replace(weights, lm_head_rows=None))
+
+
+class NextRow(Rescored):
+    """The engine rescores by the rows of other ids."""
+
+    served = staticmethod(lambda weights: dataclasses.replace(weights, lm_head_rows=weights.lm_head_rows.roll(1, 0)))
+
+
+class AnyId(Rescored):
+    """The engine drafts by a head that is exact throughout: right scores, but no scan would find all its ids."""
+
+    served = staticmethod(
+        lambda weights: dataclasses.replace(weights, lm_head=weights.lm_head_rows, lm_head_rows=None))
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("kind", "error"), [(Rescored, None), (ScanAlone, "by depth|is off by|found"),
+                                             (NextRow, "by depth|is off by|found")])
+def test_a_rescored_head(kind, error, speculation) -> None:
+    config = make_streamed_config()
+    weights = quantize(random_weights(config, dtype=torch.bfloat16), DraftQuant.parse("head=int4"))
+    rig = kind(config, speculation, weights=weights, layout=Layout(num_slots=25, max_batch=24, max_rows=300))
+    for request in range(24):
+        rig.join(request, 1 + request)
+    rig.judge.ENOUGH = 1
+    with pytest.raises(AssertionError, match=error) if error else contextlib.nullcontext():
+        rig.compare(rig.cycle([Ask(r, 9) for r in range(24)]))
+        rig.compare(rig.cycle([Ask(r, 5, 1 + r % 5) for r in range(24)]))
+
+
+def test_a_token_that_no_scan_can_have_found() -> None:
+    """Right scores and choices of an exact head: the last of each top-k may lie behind what an INT4 scan offers."""
+    config = make_streamed_config()
+    weights = quantize(random_weights(config, dtype=torch.bfloat16), DraftQuant.parse("head=int4"))
+    tree = SpeculationConfig(num_steps=2, topk=16, num_draft_tokens=40)
+    rig = AnyId(config, tree, weights=weights, layout=Layout(num_slots=25, max_batch=24, max_rows=300))
+    weights.lm_head_rows[100:] = 0  # what the engine has
+    weights.lm_head_rows[300:308] = 10 * weights.lm_head_rows[:8]
+    for request in range(24):
+        rig.join(request, 1 + request)
+    with pytest.raises(AssertionError, match="which no scan can have found"):
+        rig.compare(rig.cycle([Ask(r, 9) for r in range(24)]))
 
 
 def test_a_depth_that_few_drafts_reach() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import EVERY_INT4, make_config, random_weights
+from support.models import EVERY_FP8, EVERY_INT4, make_config, random_weights
 
 from eaglex.errors import ConfigError, ShapeError
 from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of
@@ -159,13 +159,16 @@ def test_every_part() -> None:
         packed = {name for name, weight in made.named() if isinstance(weight, PackedWeight)}
         assert packed == names == {name for name, _ in weights.named() if part_of(name) is part}
         before = dict(weights.named())
+        rows = {} if made.lm_head_rows is None else {"lm_head_rows": before["lm_head"]}
+        assert rows.keys() == ({"lm_head_rows"} if part is Part.HEAD else set())
+        before |= rows
         assert all(w is before[name] for name, w in made.named() if name not in names), "shared, not copied"
 
 
 def test_precisions_by_word() -> None:
-    every = DraftQuant.parse("fp8")
-    assert {every.head, every.mlp, every.qkv, every.o} == {Precision.FP8}
-    assert every == DraftQuant.every(Precision.FP8)
+    every = DraftQuant.parse("none")
+    assert {every.head, every.mlp, every.qkv, every.o} == {Precision.NONE}
+    assert str(every) == "none"
     some = DraftQuant.parse("head=int4, mlp=none")
     assert (some.head, some.mlp, some.qkv, some.o) == (Precision.INT4, Precision.NONE, None, None)
     assert str(some) == "head=int4,mlp=none"
@@ -180,12 +183,15 @@ def test_other_words_are_refused(text) -> None:
         DraftQuant.parse(text)
 
 
-def test_int4_leaves_eight_bits_where_four_cost_most() -> None:
-    four = DraftQuant.parse("int4")
-    assert (four.head, four.mlp, four.qkv, four.o) == (Precision.FP8, Precision.INT4, Precision.INT4, Precision.FP8)
-    assert str(four) == "head=fp8,mlp=int4,qkv=int4,o=fp8"
-    assert DraftQuant.parse(str(four)) == four
+def test_both_words_have_the_head_in_four_bits() -> None:
+    four, eight = DraftQuant.parse("int4"), DraftQuant.parse("fp8")
+    assert four == DraftQuant.every(Precision.INT4)
+    assert (eight.head, eight.mlp, eight.qkv, eight.o) == (Precision.INT4, Precision.FP8, Precision.FP8, Precision.FP8)
+    assert str(four) == "head=int4,mlp=int4,qkv=int4,o=int4"
+    for quant in (four, eight, DraftQuant.every(Precision.FP8)):
+        assert DraftQuant.parse(str(quant)) == quant
     assert DraftQuant.parse(EVERY_INT4) == DraftQuant.every(Precision.INT4)
+    assert DraftQuant.parse(EVERY_FP8) == DraftQuant.every(Precision.FP8)
 
 
 def test_auto_is_not_a_precision() -> None:
@@ -196,15 +202,16 @@ def test_auto_is_not_a_precision() -> None:
 def test_back_to_plain_and_from_one_to_the_other() -> None:
     config = make_config()
     weights = random_weights(config, dtype=torch.bfloat16)
-    eight = quantize(weights, DraftQuant.parse("fp8"))
+    eight = quantize(weights, DraftQuant.parse(EVERY_FP8))
     plain = quantize(eight, DraftQuant.parse("none"))
     plain.check(config)
     assert plain.lm_head.dtype is torch.bfloat16
     assert torch.equal(plain.lm_head, unpacked(eight.lm_head).bfloat16())
     four = quantize(eight, DraftQuant.parse("head=int4"))
-    assert torch.equal(four.lm_head.values, quantize_int4(unpacked(eight.lm_head))[0])
+    assert torch.equal(four.lm_head_rows, unpacked(eight.lm_head).bfloat16())
+    assert torch.equal(four.lm_head.values, quantize_int4(four.lm_head_rows)[0])
     assert quantize(eight, DraftQuant()).lm_head is eight.lm_head
-    assert quantize(eight, DraftQuant.parse("fp8")).lm_head is eight.lm_head
+    assert quantize(eight, DraftQuant.parse(EVERY_FP8)).lm_head is eight.lm_head
 
 
 # ----------------------------------------------------------------------------------------------------------- the checks

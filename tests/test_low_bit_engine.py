@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.models import EVERY_INT4, configs, make_config, random_weights, rejection, speculations
+from support.models import EVERY_FP8, EVERY_INT4, configs, make_config, random_weights, rejection, speculations
 from support.raw import RawEngine
 from support.rig import Ask, Layout, Rig
 
@@ -37,7 +37,7 @@ def play(rig: Rig, cycles=SCHEDULE) -> int:
 
 
 @pytest.mark.parametrize(
-    "quant", ["fp8", EVERY_INT4, "head=int4,mlp=fp8", "mlp=int4,qkv=fp8", "o=int4", "qkv=int4,o=fp8"]
+    "quant", ["fp8", EVERY_FP8, EVERY_INT4, "head=int4,mlp=fp8", "mlp=int4,qkv=fp8", "o=int4", "qkv=int4,o=fp8"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", [1, 2])
@@ -64,7 +64,7 @@ def test_equals_the_reference(config, speculation, quant, seed) -> None:
     rig.compare_pool()
 
 
-@pytest.mark.parametrize("quant", ["fp8", EVERY_INT4])
+@pytest.mark.parametrize("quant", [EVERY_FP8, EVERY_INT4])
 def test_rejection_sampling(quant) -> None:
     config = make_config(**WIDE)
     rig = Rig(config, rejection(3), weights=quantize(random_weights(config), DraftQuant.parse(quant)))
@@ -91,7 +91,7 @@ def test_int4_scales_of_other_types(dtype) -> None:
 def test_fp8_scales_by_groups() -> None:
     """What a block-FP8 checkpoint brings: one scale per 128 inputs."""
     config = make_config(**WIDE)
-    weights = quantize(random_weights(config), DraftQuant.parse("fp8"))
+    weights = quantize(random_weights(config), DraftQuant.parse(EVERY_FP8))
     layer = weights.layers[0]
     grouped = {}
     for name, groups in (("q_proj", 3), ("gate_proj", 2), ("down_proj", 2)):

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from eaglex import reference
 from eaglex.config import AuxNorm, EmbeddingNorm, NextHidden, Residual, RopeConfig, RopeScaling, SpeculationConfig
+from eaglex.reference_rope import rope_frequencies
 
 YARN = RopeConfig(theta=10000.0, scaling=RopeScaling.YARN, factor=16.0, original_max_position_embeddings=4096)
 VARIANTS = ROPES | {
@@ -43,7 +44,7 @@ VARIANTS = ROPES | {
 def test_rope_frequencies(name, rotary_dim) -> None:
     config = make_config(head_dim=128, rotary_dim=rotary_dim, rope=VARIANTS[name], max_positions=131072)
     expected, expected_factor = inverse_frequencies(config)
-    actual, factor = reference.rope_frequencies(config.rope, rotary_dim)
+    actual, factor = rope_frequencies(config.rope, rotary_dim)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=3e-7, atol=0)
     assert factor == pytest.approx(expected_factor, rel=1e-12)

@@ -112,3 +112,24 @@ def test_what_cannot_be_repeated_is_named() -> None:
     given = dataclasses.replace(batch(made.config.aux_width, 0), out_cache_loc=None)
     with pytest.raises(ConfigError, match="out_cache_loc"):
         made.repeated_run(given)
+
+
+def test_the_function_of_a_repeated_call_says_what_it_takes_and_keeps_its_engine() -> None:
+    made = engine()
+    first = batch(made.config.aux_width, 0)
+    made.run(first)
+    run = made.repeated_run(first)
+    given = [getattr(first, name) for name in GIVEN]
+    with pytest.raises(TypeError, match="expected 6 tensors and a stream, got 6 arguments"):
+        run.again(*given)
+    with pytest.raises(TypeError, match="integer"):
+        run.again(*given, "0")
+    with pytest.raises(OverflowError):
+        run.again(*given, -1)
+    assert not run.again(*given[:-1], None, 0)
+    results, bound = made.results, made._bound  # the tensors are Python's to keep
+    results.drafted_for.fill_(-1)
+    del made
+    assert run.again(*given, 0)
+    assert int((results.drafted_for >= 0).sum()) == 2
+    assert bound

@@ -93,9 +93,9 @@ EXTRA_MODULES = {
     "eaglex/hosts/sglang/compat.py": {"sglang", "packaging"},
     "eaglex/hosts/sglang/metrics.py": {"prometheus_client"},
 }
-# The spec may not lean on what it judges: torch, and its own other half.
-SPEC = {"eaglex/reference.py", "eaglex/reference_low_bit.py"}
-SPEC_MODULES = sys.stdlib_module_names | {"torch", "eaglex.reference_low_bit"}
+# The spec may not lean on what it judges: torch, and its own other parts.
+SPEC = {"eaglex/reference.py", "eaglex/reference_low_bit.py", "eaglex/reference_rope.py"}
+SPEC_MODULES = sys.stdlib_module_names | {"torch", "eaglex.reference_low_bit", "eaglex.reference_rope"}
 
 
 def check_python(path: str, text: str) -> Iterator[str]:

@@ -181,6 +181,9 @@ def shown(row: dict[str, Any]) -> str:
         verdict = "no more often than EAGLE3" if alone else "equal but for rounding in other trees"
     if row.get("excused"):
         verdict += f", {len(row['excused'])} excused"
+    positions = row.get("accept_by_position") or {}
+    if all(positions.values()) and positions:
+        verdict += "; by position " + " / ".join(" ".join(f"{x:.3f}" for x in found) for found in positions.values())
     if row.get("itself"):
         verdict += f"; EAGLE3 differs from itself {len(row['itself'])} times"
     return (

@@ -31,9 +31,9 @@ from eaglex.quantize import quantize
 from eaglex.weights import DraftWeights, LayerWeights, expected_shapes
 
 PARTS = ("head", "mlp", "qkv", "o")
-EVERY_INT4 = ",".join(f"{part}=int4" for part in PARTS)  # `int4` itself is FP8 in head and o
-QUANTS = ("fp8", "int4", EVERY_INT4, *(f"{part}={bits}" for part in PARTS for bits in ("fp8", "int4")))
-MIXED = ("head=int4,mlp=int4,qkv=fp8,o=fp8",)
+EVERY_FP8 = ",".join(f"{part}=fp8" for part in PARTS)  # `fp8` itself is INT4 in the head
+QUANTS = ("fp8", "int4", EVERY_FP8, *(f"{part}={bits}" for part in PARTS for bits in ("fp8", "int4")))
+MIXED = ("head=fp8,mlp=int4,qkv=int4,o=fp8", "head=int4,mlp=int4,qkv=int4,o=fp8", "head=int4,mlp=int4,qkv=fp8,o=fp8")
 # hidden, intermediate, heads, kv heads, head_dim
 SHAPES = {
     "Llama-3.1-8B": (4096, 14336, 32, 8, 128),
@@ -54,22 +54,27 @@ class Agreement:
     kl: float  # mean KL divergence, nats
 
     @classmethod
-    def of(cls, logits: Tensor, plain: Tensor) -> Agreement:
-        """Both in float32."""
-        same = (logits.argmax(-1) == plain.argmax(-1)).float().mean()
+    def of(cls, scored: tuple[Tensor, Tensor], plain: Tensor) -> Agreement:
+        """Logits [T, Vd] and the ids [T, R] that may be drafted, against logits, in float32."""
+        logits, ids = scored
+        best = ids.gather(1, logits.gather(1, ids).argmax(-1, keepdim=True))[:, 0]
+        same = (best == plain.argmax(-1)).float().mean()
         cosine = torch.nn.functional.cosine_similarity(logits, plain, dim=-1).mean()
         p, q = torch.log_softmax(plain, -1), torch.log_softmax(logits, -1)
         return cls(float(same), float(cosine), float((p.exp() * (p - q)).sum(-1).mean()))
 
 
-def teacher_forced(config: DraftConfig, weights: DraftWeights, aux: Tensor, ids: Tensor) -> Tensor:
-    """Logits [T, Vd] of one text: aux [T, A·Ht], for each row the token after it, ids [T]."""
+def teacher_forced(config: DraftConfig, weights: DraftWeights, aux: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one text, aux [T, A·Ht] and for each row the token after it, ids [T]: logits [T, Vd] and the draft ids [T, R]
+    that a chain may draft.
+    """
     with weights.fc.device:  # where the reference makes its tensors
         cache = reference.DraftCache.empty(config, weights.fc.dtype)
         rows = len(ids)
         visible = torch.ones(rows, rows, dtype=torch.bool).tril()
         hidden = reference.fuse(config, weights, aux)
-        return reference.forward(config, weights, cache, hidden, ids, torch.arange(rows), visible)[0]
+        logits, hidden = reference.forward(config, weights, cache, hidden, ids, torch.arange(rows), visible)
+        return reference.rescore(config, weights, logits, hidden, 1)
 
 
 # -------------------------------------------------------------------------------------------------------- random shapes
@@ -131,7 +136,7 @@ def shapes(arguments: argparse.Namespace) -> dict[str, Any]:
             generator = torch.Generator().manual_seed(1)
             aux = torch.randn(arguments.rows, config.aux_width, generator=generator).to(arguments.device)
             ids = torch.randint(EMBEDDED, (arguments.rows,), generator=generator).to(arguments.device)
-            plain = teacher_forced(config, weights, aux, ids)
+            plain, _ = teacher_forced(config, weights, aux, ids)
             size = name if arguments.shrink == 1 else f"{name} / {arguments.shrink}"
             label = f"{size}, {'normal' if freedom is None else f't({freedom:g})'} weights"
             print(f"\n{label}: {config.hidden_size}/{config.intermediate_size}, {arguments.rows} rows\n")
@@ -139,7 +144,7 @@ def shapes(arguments: argparse.Namespace) -> dict[str, Any]:
             rows = found[label] = {}
             made = {bits: quantize(weights, DraftQuant.every(bits)) for bits in (Precision.FP8, Precision.INT4)}
             for quant in arguments.draft_quant or (*QUANTS, *MIXED):
-                mixed = _mixed(weights, made, DraftQuant.parse(quant))
+                mixed = _without_rows(_mixed(weights, made, DraftQuant.parse(quant)), arguments)
                 a = Agreement.of(teacher_forced(config, mixed, aux, ids), plain)
                 rows[quant] = dataclasses.asdict(a)
                 print(f"| {quant} | {a.top1:.1%} | {a.cosine:.5f} | {a.kl:.5f} |", flush=True)
@@ -182,7 +187,15 @@ def _mixed(weights: DraftWeights, made: dict[Precision, DraftWeights], quant: Dr
         return made.get(quant.of(name) or Precision.NONE, weights)
 
     layer = {f.name: getattr(of(f.name).layers[0], f.name) for f in dataclasses.fields(LayerWeights)}
-    return dataclasses.replace(weights, layers=[LayerWeights(**layer)], lm_head=of("lm_head").lm_head)
+    head = of("lm_head")
+    return dataclasses.replace(
+        weights, layers=[LayerWeights(**layer)], lm_head=head.lm_head, lm_head_rows=head.lm_head_rows
+    )
+
+
+def _without_rows(weights: DraftWeights, arguments: argparse.Namespace) -> DraftWeights:
+    """As a checkpoint that brings an INT4 head has it, where that is asked for."""
+    return dataclasses.replace(weights, lm_head_rows=None) if arguments.without_rows else weights
 
 
 # --------------------------------------------------------------------------------------------------------------- a pair
@@ -220,11 +233,12 @@ def pair(arguments: argparse.Namespace) -> dict[str, Any]:
     for label, config, weights in _variants(loaded, arguments):
         lengths = every_row(config, _served(weights, device), speculation, texts)
         means = torch.stack([each.mean() for each in lengths])
-        logits = torch.cat([teacher_forced(config, weights, text.aux, text.ids) for text in texts])
+        each_text = [teacher_forced(config, weights, text.aux, text.ids) for text in texts]
+        logits, ids = (torch.cat(parts) for parts in zip(*each_text, strict=True))
         if label == "none":
             plain, before = logits, means
         comparable = logits.shape == plain.shape
-        a, walked = Agreement.of(logits, plain) if comparable else None, walk(lengths)
+        a, walked = Agreement.of((logits, ids), plain) if comparable else None, walk(lengths)
         gain = (means - before) / before.mean()
         error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else 0.0
         found[label] = {
@@ -245,7 +259,7 @@ def _variants(
 ) -> Iterator[tuple[str, DraftConfig, DraftWeights]]:
     """The draft as it is, in every precision, and with every head asked for."""
     for quant in ("none", *(arguments.draft_quant or (*QUANTS, *MIXED))):
-        yield quant, loaded.config, quantize(loaded.weights, DraftQuant.parse(quant))
+        yield quant, loaded.config, _without_rows(quantize(loaded.weights, DraftQuant.parse(quant)), arguments)
     for text in arguments.hot_vocab or ():
         hot = HotVocab.parse(text)
         made = cut(loaded.config, loaded.weights, hot.ranking(Path(arguments.folder) / "draft"), hot.size)
@@ -362,6 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     for sub, device in ((one, "cpu"), (two, "cpu"), (three, "cuda")):
         sub.add_argument("--device", default=device, help=f"default {device}")
         sub.add_argument("--draft-quant", action="append", metavar="P", help="only these, as eaglex takes them")
+        sub.add_argument("--without-rows", action="store_true", help="INT4 heads are not rescored")
         sub.add_argument("--output", help="JSON file for the figures")
     options = parser.parse_args(arguments)
     found = options.run(options)

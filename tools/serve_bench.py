@@ -13,14 +13,16 @@ spins, and ten of them made the one at work up to 1.6 times slower on 16 cores.
 More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
 `none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `dedicated`, eaglex with its draft on a further GPU;
 `eagle3-fp8`, SGLang's own draft quantised by SGLang;
-`socket`, SGLang's own draft run by eaglex's first worker.
+`socket`, SGLang's own draft run by eaglex's first worker; `before`, the eaglex of another checkout, whose folder is the
+variable BEFORE, to compare two commits in one run.
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
 "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
 them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
 engine finds free for its weights and pool, ROUNDS (3) at most, no other one begun that would not end within
-ROUND_SECONDS of the first one's begin, SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter. Exit status
-1: an engine is missing.
+ROUND_SECONDS of the first one's begin, FIRST_TOKENS (9) times to first token of each length in a round, SECONDS for
+all of it (300), EAGLEX_OPTIONS beside the drafter. The report is written after each engine's round, so what was
+measured is there however a run ends. Exit status 1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -52,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {  # engines under EAGLEX, and their options
     "int4": {"drafter": "engine", "draft_quant": "int4"},
     "dedicated": {"drafter": "engine", "placement": "dedicated"},
     "socket": {"drafter": "host"},
+    "before": {"drafter": "engine"},
 }
 ENGINES = ("eagle3", "eagle3-fp8", "none", *OWN)
 ACCEPTED = {"pausing": "1"}  # "3" elsewhere
@@ -76,6 +79,9 @@ def process_of(name: str, out: Path, number: int) -> Process:
     if name in OWN:
         chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
         environment["EAGLEX_OPTIONS"] = json.dumps(chosen | OWN[name])
+    if name == "before":
+        environment["PYTHONPATH"] = f"{os.environ.get('BEFORE', '')}:{os.environ.get('PYTHONPATH', '')}"
+        environment["SERVE_PROBE_ENGINE"] = "eaglex"
     first = int(os.environ.get("GPU", "0"))
     devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")) + (name == "dedicated"))))
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
@@ -170,6 +176,16 @@ def run(out: Path) -> int:
     def say(what: str) -> None:
         print(f"{time.monotonic() - begun:6.1f} s  {what}", flush=True)
 
+    def report() -> dict[str, Any]:
+        rows = []
+        for name, taken in rounds.items():
+            if taken:
+                ready = json.loads(processes[name].result.with_suffix(".ready").read_text())
+                rows += rows_of(name, taken, ready["startup_s"], described["commit"])
+        found = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": rows}
+        write(out / "serve.json", found)
+        return found
+
     try:
         for process in processes.values():
             process.start(__file__)
@@ -196,17 +212,11 @@ def run(out: Path) -> int:
                 if process.has(done):
                     rounds[name].append(json.loads(process.result.with_suffix(done).read_text()))
                     say(f"{name} round {number}: {json.dumps(rounds[name][-1])}")
+                    report()
+        print("\n".join(table(report())), flush=True)
     finally:
         for process in processes.values():
             process.kill()
-    rows = []
-    for name, taken in rounds.items():
-        if taken:
-            ready = json.loads(processes[name].result.with_suffix(".ready").read_text())
-            rows += rows_of(name, taken, ready["startup_s"], described["commit"])
-    report = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": rows}
-    write(out / "serve.json", report)
-    print("\n".join(table(report)), flush=True)
     return 0 if all(rounds.values()) else 1
 
 

@@ -14,7 +14,7 @@ A wrong answer, an error, an answer later than PATIENCE (60) seconds, a server t
 requests left over at the end, and drafts that could not be made: each is a failure, and the exit status is 1.
 
 Environment: SECONDS of traffic (120), less where all of it is to end by END_BY (seconds since the epoch), CLIENTS
-(12), PORT (24100), UP (150) seconds to come up in, PATIENCE (60).
+(12), SEED (0) of prompts and traffic, PORT (24100), UP (150) seconds to come up in, PATIENCE (60).
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Traffic:
 
     LONG, CONTEXT = 1900, 2048
 
-    def __init__(self, client: Client, text: list[int], patience: float) -> None:
-        self.client, self.text, self.patience = client, text, patience
-        choose = random.Random(3)
+    def __init__(self, client: Client, text: list[int], patience: float, *, seed: int = 0) -> None:
+        self.client, self.text, self.patience, self.seed = client, text, patience, seed
+        choose = random.Random(3 + seed)
         lengths = [choose.randint(1, 700) for _ in range(24)]
         self.prompts = [self.cut(choose, length) for length in lengths] + [self.cut(choose, self.LONG)]
         self.new = [choose.randint(1, 120) for _ in self.prompts]
@@ -164,7 +164,7 @@ class Traffic:
         self.exact, deadline = exact, time.monotonic() + seconds
 
         def work(number: int) -> None:
-            choose = random.Random(100 + number)
+            choose = random.Random(100 + self.seed + number)
             turn = 0
             while time.monotonic() < deadline and not self.failures:
                 turn += 1
@@ -251,7 +251,8 @@ def main() -> int:
         while server.alive and not client.healthy() and time.monotonic() < started + setting("UP", 150):
             time.sleep(0.2)
         up = round(time.monotonic() - started, 1)
-        traffic = Traffic(client, numpy.load(prompts).astype(int).tolist(), patience)
+        text = numpy.load(prompts).astype(int).tolist()
+        traffic = Traffic(client, text, patience, seed=int(setting("SEED", 0)))
         report = soak(server, traffic, clients=int(setting("CLIENTS", 12)), seconds=setting("SECONDS", 120))
     finally:
         server.kill()

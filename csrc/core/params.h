@@ -118,6 +118,9 @@ struct HeadParams {
   TensorView norm;         // [H]
   void* hidden = nullptr;  // [R, H]; with NextHidden::kNormed replaced by its norm
   int draft_step = 0;      // 0..K-1: which uniform and which row of draft_probs
+  // [Vd, H] of the weights' plain type, or empty. Not empty (lm_head is INT4 then): the best of lm_head's scores are
+  // replaced by these rows' (core/rescore.h).
+  TensorView rescore_rows = {};
 };
 
 // Merges one step's top-k into the grid, chooses the next frontier; after the last step writes the results.

@@ -96,6 +96,11 @@ void DraftWeights::check(const DraftConfig& config, Device device) const {
   for (int i = 0; i < config.num_layers; ++i) check_layer(layers[static_cast<std::size_t>(i)], config, i, check);
   check("norm", norm, {config.hidden_size});
   check.matrix("lm_head", lm_head, config.draft_vocab_size, config.hidden_size);
+  if (lm_head_rows) {
+    expect(lm_head.dtype == DType::kI4, ErrorCode::kShape, "lm_head_rows", "none unless lm_head is int4",
+           concat(describe(lm_head_rows), " beside ", name_of(lm_head.dtype)));
+    check("lm_head_rows", lm_head_rows, {config.draft_vocab_size, config.hidden_size});
+  }
   inv_freq.expect("inv_freq", device, {DType::kF32}, {config.rotary_dim / 2});
   if (d2t) {
     d2t.expect("d2t", device, {DType::kI64}, {config.draft_vocab_size});

@@ -47,8 +47,11 @@ struct DraftWeights {
   TensorView fc;                      // [H, A·Ht]
   std::vector<TensorView> aux_norms;  // none, [A·Ht], or A × [Ht]
   std::vector<LayerWeights> layers;
-  TensorView norm;      // [H]
-  Matrix lm_head;       // [Vd, H]
+  TensorView norm;  // [H]
+  Matrix lm_head;   // [Vd, H]
+  // [Vd, H] of the type of fc, or empty. Beside an INT4 lm_head: the rows it was made from, by which the best of its
+  // scores are made exact (core/rescore.h). Read where they lie, so they may be the target's own.
+  TensorView lm_head_rows;
   TensorView d2t;       // [Vd] int64 differences, or empty
   TensorView inv_freq;  // [rotary_dim / 2] float32
 

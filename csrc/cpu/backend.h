@@ -47,8 +47,15 @@ class CpuBackend final : public Backend {
   void project(const ProjectionParams& params) const;
   [[nodiscard]] std::vector<float> layer_input(const QkvParams& params, const LiveRows& live) const;
   void attend_row(const AttentionParams& params, std::int64_t row, const RowPlace& place, std::int64_t kv_head) const;
+  // One row of the head: its normed hidden state [H] and its logits [Vd], whose best may be replaced by exact ones.
+  struct ScoredRow {
+    std::int64_t row = 0;
+    const float* x = nullptr;
+    float* logits = nullptr;
+  };
+  [[nodiscard]] std::vector<std::int32_t> candidates(const HeadParams& params, const ScoredRow& row) const;
   // The chosen log-probabilities and draft ids of one row; false where the logits are not finite.
-  bool rank_row(const HeadParams& params, const RowPlace& place, std::int64_t row, const float* logits) const;
+  bool rank_row(const HeadParams& params, const RowPlace& place, const ScoredRow& row) const;
 
   EngineContext context_;
   DraftBatch batch_;

@@ -1,7 +1,11 @@
-// head: final norm, draft vocabulary, log-softmax and its top-k, or one token drawn at the request's temperature.
+// head: final norm, draft vocabulary, log-softmax and its top-k, or one token drawn at the request's temperature; the
+// best scores of an INT4 scan are made exact before (core/rescore.h).
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <numeric>
 
+#include "core/rescore.h"
 #include "cpu/backend.h"
 #include "cpu/numeric.h"
 
@@ -20,6 +24,30 @@ double log_sum_exp(const float* x, Index count, double scale) {
   double sum = 0;
   for (Index i = 0; i < count; ++i) sum += std::exp(x[i] * scale - best);
   return best + std::log(sum);
+}
+
+// The `count` best of ids by (logits descending, id ascending), in that order, to its front.
+using Ids = std::vector<std::int32_t>;
+void rank(Ids::iterator first, Ids::iterator last, Index count, const float* logits) {
+  std::partial_sort(first, first + count, last, [logits](std::int32_t a, std::int32_t b) {
+    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+  });
+}
+
+// The ids that are to be scored again, best of the scan first: reference_low_bit.offered.
+Ids offered(const float* scan, Index vocab, int topk) {
+  Ids group, ids;
+  for (Index begin = 0; begin < vocab; begin += kRescoreGroup) {
+    group.resize(static_cast<std::size_t>(std::min<Index>(kRescoreGroup, vocab - begin)));
+    std::iota(group.begin(), group.end(), static_cast<std::int32_t>(begin));
+    const auto count = std::min<Index>(group_offers(topk), static_cast<Index>(group.size()));
+    rank(group.begin(), group.end(), count, scan);
+    ids.insert(ids.end(), group.begin(), group.begin() + count);
+  }
+  const auto kept = std::min<Index>(rescored(topk), static_cast<Index>(ids.size()));
+  rank(ids.begin(), ids.end(), kept, scan);
+  ids.resize(static_cast<std::size_t>(kept));
+  return ids;
 }
 
 // The first index whose running probability exceeds uniform · total: reference.inverse_cdf.
@@ -55,21 +83,45 @@ void CpuBackend::head(const HeadParams& params) {
   linear({nullptr, live.count(), x.data(), hidden_size}, params.lm_head.parts[0], logits.data(), vocab);
   for (Index i = 0; i < live.count(); ++i) {
     const RowPlace& place = live.places[static_cast<std::size_t>(i)];
-    if (!rank_row(params, place, live.rows[static_cast<std::size_t>(i)], logits.data() + i * vocab)) {
+    const ScoredRow row{live.rows[static_cast<std::size_t>(i)], x.data() + i * hidden_size, logits.data() + i * vocab};
+    if (!rank_row(params, place, row)) {
       context_.lanes.status[place.lane] = static_cast<std::int32_t>(LaneStatus::kNotFinite);
     }
   }
 }
 
-bool CpuBackend::rank_row(const HeadParams& params, const RowPlace& place, Index row, const float* logits) const {
+// What may be drafted of a row. Without rows to score by that is any id.
+std::vector<std::int32_t> CpuBackend::candidates(const HeadParams& params, const ScoredRow& row) const {
+  const Index vocab = context_.config.draft_vocab_size;
+  if (!params.rescore_rows) {
+    Ids all(static_cast<std::size_t>(vocab));
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+  const Index hidden_size = context_.config.hidden_size;
+  Ids ids = offered(row.logits, vocab, context_.speculation.topk);
+  std::vector<float> buffer(static_cast<std::size_t>(hidden_size));
+  for (const std::int32_t id : ids) {
+    const TensorView& rows = params.rescore_rows;
+    row.logits[id] =
+        dot(row.x, widen(rows.data, rows.dtype, id * hidden_size, hidden_size, buffer.data()), hidden_size);
+  }
+  return ids;
+}
+
+bool CpuBackend::rank_row(const HeadParams& params, const RowPlace& place, const ScoredRow& row) const {
   const Index vocab = context_.config.draft_vocab_size;
   const int k = context_.speculation.topk;
-  std::int32_t* const ids = context_.lanes.top_ids + row * k;
-  float* const scores = context_.lanes.top_scores + row * k;
+  std::int32_t* const ids = context_.lanes.top_ids + row.row * k;
+  float* const scores = context_.lanes.top_scores + row.row * k;
+  float* const logits = row.logits;
+  if (params.rescore_rows && !std::isfinite(log_sum_exp(logits, vocab, 1.0))) return false;  // before ids are ranked
+  Ids order = candidates(params, row);
   const bool sampled = context_.speculation.sampling == Sampling::kRejection && batch_.temperatures[place.lane] > 0;
   const double scale = sampled ? 1.0 / batch_.temperatures[place.lane] : 1.0;
   const double norm = log_sum_exp(logits, vocab, scale);
   if (!std::isfinite(norm)) return false;
+  rank(order.begin(), order.end(), k, logits);
 
   if (context_.speculation.sampling == Sampling::kRejection) {
     const Index slot = batch_.req_pool_indices[place.lane];
@@ -81,7 +133,7 @@ bool CpuBackend::rank_row(const HeadParams& params, const RowPlace& place, Index
       id = draw(probs, vocab,
                 batch_.uniforms[static_cast<Index>(place.lane) * context_.speculation.num_steps + params.draft_step]);
     } else {  // temperature 0: all mass on the best
-      id = std::max_element(logits, logits + vocab) - logits;
+      id = order[0];
       std::fill(probs, probs + vocab, 0.0F);
       probs[id] = 1.0F;
     }
@@ -90,11 +142,6 @@ bool CpuBackend::rank_row(const HeadParams& params, const RowPlace& place, Index
     return true;
   }
 
-  std::vector<std::int32_t> order(static_cast<std::size_t>(vocab));
-  for (std::int32_t i = 0; i < vocab; ++i) order[static_cast<std::size_t>(i)] = i;
-  std::partial_sort(order.begin(), order.begin() + k, order.end(), [logits](std::int32_t a, std::int32_t b) {
-    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-  });
   for (int i = 0; i < k; ++i) {
     ids[i] = order[static_cast<std::size_t>(i)];
     // A log-probability is never above 0, whatever the rounding: a child must not outrank its parent.

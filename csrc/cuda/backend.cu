@@ -112,8 +112,9 @@ void CudaBackend::bind(const EngineContext& context) {
   });
   bind_fast();
   unpack_weights();
-  buffers_ =
-      planned(take, [&](Workspace& workspace) { return Buffers::carve(context_, type_, plain_work(), workspace); });
+  buffers_ = planned(take, [&](Workspace& workspace) {
+    return Buffers::carve(context_, type_, plain_work(), head_scores(), workspace);
+  });
   chain_ = {context_, block_.batch, block_.drafting};
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, block_);
 }
@@ -126,6 +127,7 @@ void CudaBackend::bind_fast() {
   setup.weights = weights_;
   setup.batch = block_.batch;
   setup.drafting = block_.drafting;
+  setup.head_scores = head_scores();
   setup.compiled_for = compiled_for_;
   const auto counted = [this](std::size_t& count) {
     return [this, &count](std::size_t bytes) {
@@ -166,6 +168,16 @@ PlainWork CudaBackend::plain_work() const {
     return linear.num_parts == 3 && fast_->reads_original(linear.parts[0].data);
   });
   return whole ? PlainWork::kAll : PlainWork::kPrompts;
+}
+
+// An INT4 head may come with its rows as they were before, which nobody has said yet.
+HeadScores CudaBackend::head_scores() const {
+  const bool scans = std::ranges::any_of(weights_, [this](const Linear& linear) {
+    const Matrix& part = linear.parts[0];
+    return linear.num_parts == 1 && part.dtype == DType::kI4 && part.shape[0] == context_.config.draft_vocab_size &&
+           part.shape[1] == context_.config.hidden_size;
+  });
+  return scans ? HeadScores::kMadeExact : HeadScores::kAsTheyAre;
 }
 
 // -------------------------------------------------------------------------------------------------- block and graphs
@@ -416,7 +428,9 @@ void CudaBackend::head(const HeadParams& params) {
     product.epilogue = Epilogue::kFloat;
     product.out = buffers_.logits;
     gemm(type_, product, stream_);
-    launch_head_output(chain_, {range, params.draft_step, buffers_.logits, buffers_.ranked}, stream_);
+    const HeadOutput output{range, params.draft_step, buffers_.logits,         buffers_.ranked,
+                            type_, buffers_.x,        params.rescore_rows.data};
+    launch_head_output(chain_, output, stream_);
   });
 }
 

@@ -70,6 +70,7 @@ class CudaBackend : public Backend {
   void bind_fast();
   void unpack_weights();
   [[nodiscard]] PlainWork plain_work() const;
+  [[nodiscard]] HeadScores head_scores() const;
   void rehearse(const std::function<void(Graphs::Bucket, cudaStream_t)>& capture);
   [[nodiscard]] bool streams_fuse() const;
   [[nodiscard]] GemmParams gemm_params(const RowRange& range, const Linear& weight) const;

@@ -18,7 +18,8 @@ int rows_in_chunk(std::size_t bytes_per_row, int most) {
 
 }  // namespace
 
-Buffers Buffers::carve(const EngineContext& context, DType type, PlainWork work, Workspace& workspace) {
+Buffers Buffers::carve(const EngineContext& context, DType type, PlainWork work, HeadScores scores,
+                       Workspace& workspace) {
   const DraftConfig& config = context.config;
   const int topk = context.speculation.topk;
   const int frontier = context.limits.max_batch * topk;
@@ -45,7 +46,7 @@ Buffers Buffers::carve(const EngineContext& context, DType type, PlainWork work,
       std::max({rows(buffers.fuse_rows) * aux, rows(buffers.qkv_rows) * pair, rows(buffers.norm_rows) * hidden}));
   buffers.raw = workspace.take<float>(rows(buffers.qkv_rows) * raw / sizeof(float));
   buffers.logits = workspace.take<float>(rows(buffers.head_rows) * logits / sizeof(float));
-  buffers.ranked = workspace.take<float>(rows(buffers.head_rows) * head_partial_floats(context));
+  buffers.ranked = workspace.take<float>(rows(buffers.head_rows) * head_partial_floats(context, scores));
   buffers.attention = workspace.take<float>(rows(buffers.attention_rows) * partial / sizeof(float));
   return buffers;
 }

@@ -3,6 +3,7 @@
 
 #include "core/params.h"
 #include "core/workspace.h"
+#include "cuda/head_scores.h"
 
 namespace eaglex::cuda {
 
@@ -18,7 +19,7 @@ struct Buffers {
   void* x = nullptr;           // [rows, input of a product]
   float* raw = nullptr;        // [qkv_rows, the parts' outputs]
   float* logits = nullptr;     // [head_rows, Vd]
-  float* ranked = nullptr;     // [head_rows, segments, 2 + 2k]
+  float* ranked = nullptr;     // [head_rows, segments, 2 + 2k], or more: head_partial_floats
   float* attention = nullptr;  // [attention_rows, partial results]
   // Rows that one pass takes; longer launches go through in chunks. 0: the pass never runs plain.
   int fuse_rows = 0;
@@ -28,7 +29,8 @@ struct Buffers {
   int attention_rows = 0;
 
   // `type` is that of the activations. With a Workspace that only counts, pointers are null.
-  static Buffers carve(const EngineContext& context, DType type, PlainWork work, Workspace& workspace);
+  static Buffers carve(const EngineContext& context, DType type, PlainWork work, HeadScores scores,
+                       Workspace& workspace);
 };
 
 }  // namespace eaglex::cuda

@@ -91,6 +91,10 @@ class StreamChain final : public FastChain {
     plan_ = stream::make_plan(device, needs, setup.device(stream::workspace_bytes(device, needs)));
     plan_.failed = static_cast<std::uint32_t*>(setup.pinned(sizeof(std::uint32_t)));
     plan_.drafting = setup.drafting;
+    if (setup.head_scores == HeadScores::kMadeExact) {
+      const std::size_t bytes = stream::head_offer_bytes(context_.config.draft_vocab_size, needs.topk);
+      plan_.head_offers = static_cast<std::uint64_t*>(setup.device(bytes));
+    }
     plan_.pool_k = pool_k_.data();
     plan_.pool_v = pool_v_.data();
     live_.count = static_cast<std::int32_t*>(setup.device(sizeof(std::int32_t)));
@@ -211,7 +215,7 @@ class StreamChain final : public FastChain {
     if (context_.speculation.topk == 1) {
       pending_ = Pending{launch, blocks};
     } else {
-      stream::launch_head_merge(plan_for(params.rows), launch, blocks, nullptr, context_, batch_, to);
+      stream::launch_head_end(plan_for(params.rows), launch, blocks, nullptr, context_, batch_, to);
     }
     return true;
   }
@@ -220,8 +224,8 @@ class StreamChain final : public FastChain {
     if (!pending_) return false;
     expect(pending_->head.draft_step == params.draft_step, ErrorCode::kConfig, "select: draft_step",
            concat("that of head, ", pending_->head.draft_step), params.draft_step);
-    stream::launch_head_merge(plan_for(pending_->head.rows), pending_->head, pending_->blocks, &params, context_,
-                              batch_, to);
+    stream::launch_head_end(plan_for(pending_->head.rows), pending_->head, pending_->blocks, &params, context_, batch_,
+                            to);
     pending_.reset();
     return true;
   }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/params.h"
+#include "cuda/head_scores.h"
 #include "cuda/live_rows.h"
 
 namespace eaglex::cuda {
@@ -25,8 +26,9 @@ class FastChain {
     std::span<void* const> pool_k;  // by layer
     std::span<void* const> pool_v;
     std::span<const Linear> weights;
-    const DraftBatch* batch = nullptr;         // the device's copy of the parameter block
-    std::int32_t* drafting = nullptr;          // Chain::drafting
+    const DraftBatch* batch = nullptr;  // the device's copy of the parameter block
+    std::int32_t* drafting = nullptr;   // Chain::drafting
+    HeadScores head_scores = HeadScores::kAsTheyAre;
     int compiled_for = 0;                      // compute capability of this build's code, 90 for 9.0
     std::function<void*(std::size_t)> device;  // memory on the device, zeroed
     std::function<void*(std::size_t)> tiles;   // the same, for the weights

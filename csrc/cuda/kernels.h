@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/common.cuh"
+#include "cuda/head_scores.h"
 
 namespace eaglex::cuda {
 
@@ -73,14 +74,18 @@ struct NormInput {
 };
 void launch_norm_input(const Chain& chain, DType type, const NormInput& params, cudaStream_t stream);
 
-// head: logits to log-probabilities and ids.
+// head: logits to log-probabilities and ids; the best are made exact before, where there are rows for it
+// (core/rescore.h).
 struct HeadOutput {
   RowRange range;
   int draft_step = 0;
-  const float* logits = nullptr;  // [count, Vd]
-  float* partial = nullptr;       // [count, segments, 2 + 2k]: max, Σ exp, scores, ids
+  float* logits = nullptr;             // [count, Vd]
+  float* partial = nullptr;            // [count, segments, 2 + 2n]: max, Σ exp, n scores, n ids
+  DType type = DType::kF32;            // of x and the rows
+  const void* x = nullptr;             // [count, H], normed
+  const void* rescore_rows = nullptr;  // [Vd, H], or null
 };
-[[nodiscard]] std::size_t head_partial_floats(const EngineContext& context);  // per row
+[[nodiscard]] std::size_t head_partial_floats(const EngineContext& context, HeadScores scores);  // per row
 void launch_head_output(const Chain& chain, const HeadOutput& params, cudaStream_t stream);
 
 // `begin` is a tree's; a chain's select has no wait.

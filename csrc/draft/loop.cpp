@@ -142,7 +142,7 @@ void Loop::layer(int index, const Rows& rows, QkvParts parts, const void* in, bo
 }
 
 void Loop::finish_step(int draft_step, const Rows& rows, void* hidden) const {
-  backend_.head({rows, lm_head_, weights_.norm, hidden, draft_step});
+  backend_.head({rows, lm_head_, weights_.norm, hidden, draft_step, weights_.lm_head_rows});
   backend_.select({draft_step, weights_.d2t ? weights_.d2t.as<const std::int64_t>() : nullptr});
 }
 

@@ -1,8 +1,9 @@
 """`--draft-quant auto`: the precision of each part, by measured time and agreement, with the figures behind it.
 
-Every part is measured alone in FP8 and, but for the head, in INT4. Seconds add up over parts, since kernels run one
-after another, and so do lost agreements (docs/precision.md); the best recipe by those sums is then measured itself,
-beside FP8 and INT4 for all parts, and the best measured one is taken. A recipe's score is tokens per second at batch 1,
+Every part is measured alone in FP8 and in INT4, a head in INT4 with its best scored again. Seconds add up over parts,
+since kernels run one after another, and so do lost agreements (docs/precision.md); the best recipe by those sums is
+then measured itself, beside `fp8` and `int4`, and the best measured one is taken. A recipe's score is tokens per second
+at batch 1,
 
     (1 + a + a² + … + a^K) / (verification + cycle),    a = accept · (1 - loss · (1 - same best token))
 
@@ -26,7 +27,7 @@ from eaglex.config import DraftConfig, Sampling, SpeculationConfig
 from eaglex.engine import current_stream
 from eaglex.hosts.calibration import CalibrationText, agreed
 from eaglex.hosts.draft_slots import DraftRows, DraftSlots, batch_of, to_device
-from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of
+from eaglex.packed import DraftQuant, PackedWeight, Part, Precision, part_of, rescored
 from eaglex.quantize import quantize
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ NEAR = 0.005  # scores closer than this, or than two runs of one draft, are equa
 _ROUNDS, _CYCLES, _MOST_CYCLES, _ROUND_SECONDS, _LEAST_ROUND = 12, 3, 50, 0.4, 0.01
 _DRAFT_SECONDS = 2.0  # for drafts from the text's rows
 _LOW = (Precision.FP8, Precision.INT4)
-# A head in INT4 costs most of all parts, and no choice of scales holds it within 3 % (docs/precision.md).
-_NEVER = ((Part.HEAD, Precision.INT4),)
 _READ_BY_STEPS = ("norm", "lm_head")  # and the layers; fc once per cycle, of the embedding a row
 
 
@@ -109,7 +108,7 @@ def choose(
     alone: dict[tuple[Part, Precision], Measured] = {}
     parts = _plain_parts(weights)
     left = [(part, precision) for part in parts for precision in _LOW if _fits(weights, part, precision)]
-    whole = len(left) == len(Part) * len(_LOW) - len(_NEVER)
+    whole = len(left) == len(Part) * len(_LOW)
     while left and time.perf_counter() - begun < SECONDS:
         part, precision = left.pop(0)
         alone[part, precision] = bench.measure(DraftQuant(**{part.value: precision}))
@@ -149,6 +148,9 @@ class _Bench:
         made = quantize(self.weights, quant)
         best = self.plain if quant == DraftQuant() else self._best(made)
         step = sum(w.nbytes for name, w in made.named() if name in _READ_BY_STEPS or name.startswith("layers."))
+        if made.lm_head_rows is not None:
+            topk = self.speculation.topk
+            step += topk * rescored(topk) * made.lm_head_rows[0].nbytes
         return Measured(
             quant=quant,
             nbytes=self.speculation.num_steps * step + made.fc.nbytes,
@@ -165,8 +167,12 @@ class _Bench:
             rows = len(self.ids)
             visible = torch.ones(rows, rows, dtype=torch.bool).tril()
             hidden = reference.fuse(self.config, weights, self.aux)
-            logits, _ = reference.forward(self.config, weights, cache, hidden, self.ids, torch.arange(rows), visible)
-            return logits[-self.counted :].argmax(-1)
+            logits, hidden = reference.forward(
+                self.config, weights, cache, hidden, self.ids, torch.arange(rows), visible
+            )
+            logits, hidden = logits[-self.counted :], hidden[-self.counted :]
+            logits, ids = reference.rescore(self.config, weights, logits, hidden, self.speculation.topk)
+            return ids.gather(1, logits.gather(1, ids).argmax(-1, keepdim=True))[:, 0]
 
     def _cycle_seconds(self, weights: DraftWeights) -> float:
         """One cycle at batch 1 behind the text: the least of several rounds, since what disturbs only adds."""
@@ -236,8 +242,6 @@ class _Bench:
 
 def _fits(weights: DraftWeights, part: Part, precision: Precision) -> bool:
     """INT4 rows begin at a byte, so they have an even number of inputs."""
-    if (part, precision) in _NEVER:
-        return False
     shapes = [weight.shape for name, weight in weights.named() if part_of(name) is part]
     return precision is not Precision.INT4 or all(shape[1] % 2 == 0 for shape in shapes)
 

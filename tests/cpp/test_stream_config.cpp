@@ -442,4 +442,15 @@ TEST_CASE("attention_grid: every query row has a task") {
   }
 }
 
+TEST_CASE("head_offers: room for what every group offers, rows that begin at pairs") {
+  for (const int vocab : {1, 63, 64, 65, 700, 32000, 163840}) {
+    for (int topk = 1; topk <= 16; ++topk) {
+      const HeadOffers offers = head_offers(vocab, topk);
+      require(offers.count >= rescore_offers(vocab, topk), "all of them");
+      require(offers.count - rescore_offers(vocab, topk) < group_offers(topk), "and less than a group more");
+      require(offers.stride >= offers.count && offers.stride % 2 == 0, "pairs are read together");
+    }
+  }
+}
+
 }  // namespace

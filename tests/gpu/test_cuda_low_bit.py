@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import test_rescored_head
 import torch
-from support.models import EVERY_INT4, random_weights
+from support.cuda_rig import CudaRig
+from support.models import EVERY_FP8, EVERY_INT4, random_weights
 from support.rig import Ask, Layout
 from support.streamed import STREAMS, StreamedRig, make_streamed_config
 from test_cuda_fast import CHAIN, SHAPES, TREE, drive, schedule
@@ -23,7 +25,7 @@ from eaglex.weights import DraftWeights
 pytestmark = pytest.mark.gpu
 
 # With "half rotary, odd sizes" INT4's groups straddle the halves of qkv's inputs, which then streams in bf16.
-QUANTS = ("fp8", EVERY_INT4, "int4", "head=fp8,mlp=int4,o=fp8", "qkv=int4,o=int4")
+QUANTS = (EVERY_FP8, EVERY_INT4, "fp8", "head=fp8,mlp=int4,qkv=int4,o=fp8", "qkv=int4,o=int4")
 LAYOUT = {"num_slots": 40, "max_batch": 32, "max_rows": 512}
 
 
@@ -52,6 +54,87 @@ def test_error_is_at_most_twice_pytorchs(name, quant, speculation) -> None:
     assert play(rig) > 100
 
 
+WIDE = SpeculationConfig(num_steps=3, topk=16, num_draft_tokens=24)
+MANY_IDS = {"vocab_size": 36_000, "draft_vocab_size": 35_001}
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE, WIDE], ids=["chain", "topk 4", "topk 16"])
+@pytest.mark.parametrize("ids", [{}, MANY_IDS], ids=["700 ids", "35,001 ids"])
+def test_a_rescored_head_in_every_batch(ids, speculation) -> None:
+    """1 to 64 rows of a step, beside lanes that are padded and others that are held."""
+    config = make_streamed_config(**SHAPES["gqa"], **ids)
+    lanes = 64 // speculation.topk
+    rig = StreamedRig(config, speculation, weights=packed_weights(config, "head=int4"),
+                      layout=Layout(num_slots=70, max_batch=lanes, max_rows=1600))
+    assert rig.engine.backend_name == STREAMS
+    for request in range(64):
+        rig.join(request, 1 + request)
+    drafted = 0
+    for size in sorted({1, 2, 3, lanes // 4, lanes // 2 + 1, lanes - 1, lanes} & set(range(1, lanes + 1))):
+        asks: list[Ask | None] = [Ask(r, 5, draft_from=r % 5 != 3) for r in range(size)]
+        if size > 3:
+            asks[1] = None
+        drafted += rig.compare(rig.cycle(asks))
+    assert drafted > lanes
+    rig.judge.check()
+
+
+def test_a_head_of_four_bits_without_its_rows() -> None:
+    """As a checkpoint brings it that is stored so: the scan's scores are the draft's."""
+    config = make_streamed_config(**SHAPES["gqa"])
+    weights = dataclasses.replace(packed_weights(config, "head=int4"), lm_head_rows=None)
+    rig = make_rig(config, CHAIN, weights)
+    assert rig.engine.backend_name == STREAMS
+    assert play(rig) > 100
+
+
+def test_the_rows_count() -> None:
+    """Rows of another head, other drafts: scores come from them, wherever the scan's come from."""
+    config = make_streamed_config(**SHAPES["gqa"])
+    weights = packed_weights(config, "head=int4")
+    cycles = schedule(CHAIN.num_draft_tokens)[:9]
+    first = drive(make_rig(config, CHAIN, weights), cycles)
+    other = dataclasses.replace(weights, lm_head_rows=weights.lm_head_rows.roll(1, 0).contiguous())
+    assert not torch.equal(first[-1][0], drive(make_rig(config, CHAIN, other), cycles)[-1][0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_void_the_draft_where_they_are_read(value) -> None:
+    config = make_streamed_config(**SHAPES["gqa"])
+    weights = packed_weights(config, "head=int4")
+    rows = weights.lm_head_rows.clone()
+    rows[::2, 5] = value
+    rig = make_rig(config, CHAIN, dataclasses.replace(weights, lm_head_rows=rows))
+    rig.join(0, 1)
+    rig.engine.run(rig.batch([Ask(0, 5)]))
+    assert rig.engine.counters()["not_finite"] == 1
+
+
+class TestRescoredByThePlainChain:
+    """tests/test_rescored_head.py in float32 on the device: ids and trees are the reference's."""
+
+    @pytest.fixture(autouse=True)
+    def _on_the_device(self, monkeypatch) -> None:
+        monkeypatch.setattr(test_rescored_head, "Rig", CudaRig)
+
+    @pytest.mark.parametrize("topk", [1, 4, 16])
+    @pytest.mark.parametrize("vocab", [18, 129, 5000])
+    def test_equals_the_reference(self, vocab, topk) -> None:
+        test_rescored_head.test_equals_the_reference(vocab, topk, torch.float32)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    def test_rejection_sampling(self, temperature) -> None:
+        test_rescored_head.test_rejection_sampling(temperature)
+
+    def test_ties_go_to_the_lowest_id(self) -> None:
+        test_rescored_head.test_ties_go_to_the_lowest_id()
+        test_rescored_head.test_a_zero_head()
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_not_finite(self, value) -> None:
+        test_rescored_head.test_what_is_not_finite_voids_the_draft_where_it_is_read(value)
+
+
 def other_scales(weights: DraftWeights) -> DraftWeights:
     """As checkpoints may bring them: FP8 scales per 128 inputs, INT4 scales in float16 and float32."""
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +152,7 @@ def other_scales(weights: DraftWeights) -> DraftWeights:
     return dataclasses.replace(weights, layers=layers, lm_head=changed(weights.lm_head, torch.float32))
 
 
-@pytest.mark.parametrize("quant", ["fp8", EVERY_INT4])
+@pytest.mark.parametrize("quant", [EVERY_FP8, EVERY_INT4])
 def test_scales_without_tiles_of_their_own_stream_in_bf16(quant) -> None:
     config = make_streamed_config(**SHAPES["gqa"])
     rig = make_rig(config, CHAIN, other_scales(packed_weights(config, quant)))

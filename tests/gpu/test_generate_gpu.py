@@ -39,11 +39,10 @@ def test_the_pair_speculates_without_loss(dtype: str, options: tuple[str, ...]) 
 
 @pytest.mark.timeout(150)
 def test_auto_measures_on_the_gpu() -> None:
-    """The choice is one that it may make, and the text is the target's own whatever it is."""
+    """The text is the target's own whatever it chooses."""
     run = generate("--dtype", "float32", "--draft-quant", "auto")
     assert run["lossless"] is True
     assert run["accept_length"] > 2.5
-    assert "head=int4" not in str(run["draft_quant"])
 
 
 def test_the_targets_attention_plans_nothing_per_length() -> None:

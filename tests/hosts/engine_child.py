@@ -52,16 +52,19 @@ def verify_input(package: str) -> dict[str, Any]:
     from eaglex.hosts.sglang import compat
     from eaglex.hosts.sglang.engine_draft import EngineDraft
     from eaglex.hosts.sglang.verify_input import VerifyPool
+    from eaglex.repeated import RepeatedTree
 
     given: list[Any] = []
     draft = EngineDraft.__new__(EngineDraft)
     draft.speculation, draft.topk = SpeculationConfig(num_steps=3, topk=2, num_draft_tokens=6), 2
     draft.device = torch.device("cpu")
     draft.speculative_num_steps, draft.speculative_num_draft_tokens, draft._buffers = 3, 6, VerifyPool(draft.device)
+    draft._stream_now = lambda: 0
     draft._verify_input = compat.symbol("EagleVerifyInput")
     draft._alone = None
     draft._engine = SimpleNamespace(  # type: ignore[assignment]
-        tree=lambda tensors, **kw: given.append(tensors), repeated_tree=lambda tensors, **kw: None
+        tree=lambda tensors, **kw: given.append(tensors),
+        repeated_tree=lambda tensors, **kw: RepeatedTree(lambda *_: False, None, None),
     )
     found: dict[str, Any] = {}
     for mode, cells in (("FULL_MASK", 4 * 6 * 106), ("QLEN_ONLY", 4 * 6 * 6)):  # tree_mask_numel for 4 requests
@@ -69,7 +72,7 @@ def verify_input(package: str) -> dict[str, Any]:
             buffer=torch.zeros(cells, dtype=torch.bool), mode=SimpleNamespace(name=mode), fits=lambda bs: bs <= 4
         )
         backend = SimpleNamespace(verify_mask=place, max_context_len=100)
-        draft.target_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+        draft._runner = SimpleNamespace(attn_backend=backend)
         batch = SimpleNamespace(
             seq_lens=torch.tensor([5, 9]), seq_lens_sum=None, req_pool_indices=torch.tensor([1, 2]),
             spec_info=SimpleNamespace(bonus_tokens=torch.tensor([3, 4], dtype=torch.int32)),

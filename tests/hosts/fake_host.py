@@ -115,10 +115,14 @@ class Result:
     accept_lens: Tensor | None = None
     new_seq_lens: Tensor | None = None
     next_draft_input: Any = None
+    delay_sample_func: Any = None
+    copy_done: Any = None  # made before the copies, recorded behind them
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         LOG.append(f"copy on {Stream.current.name}")
         self.next_token_ids = self.next_token_ids.clone()
+        self.copy_done = torch.cuda.Event()
+        self.copy_done.record()
 
 
 @dataclass

@@ -7,11 +7,12 @@ from typing import Any
 import engine_check
 import pytest
 from engine_check import ENGINE, HOST, LANES, judged, lane_environment, table
+from socket_parts import cases
 from test_socket_check import served
 
 from eaglex.hosts.sglang import options
 from eaglex.hosts.sglang.options import Drafter
-from eaglex.packed import DraftQuant, Precision
+from eaglex.packed import DraftQuant
 
 
 def judged_after(lane: str, change: Any) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def test_fewer_bits_owe_the_tokens_and_most_of_the_accept_length(lane: str) -> N
     assert lane in engine_check.lanes_of("chain, many prompts")
     chosen = options.read(lane_environment(lane))
     assert chosen.drafter is Drafter.ENGINE
-    assert chosen.draft_quant == DraftQuant.every(Precision.FP8) if "fp8" in lane else chosen.draft_quant is not None
+    assert chosen.draft_quant == DraftQuant.parse("fp8" if "fp8" in lane else "int4")
 
     def accepted(part: float) -> Any:
         def change(requests: list[dict[str, Any]]) -> None:
@@ -197,3 +198,9 @@ def test_what_is_penalised_depends_on_timing() -> None:
     row = judged("chain, features", stock, ours, ENGINE)
     assert row["equal"]
     assert len(row["excused"]) == 1
+
+
+def test_acceptance_by_position() -> None:
+    # of ten verifications two had no right draft, three one and five two
+    assert cases.by_position([2, 3, 5]) == [0.8, 0.625]
+    assert cases.by_position([4]) == cases.by_position([]) == []

@@ -68,6 +68,8 @@ def test_a_row_is_the_median_over_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", serve_bench.ENGINES)
 def test_an_engine_has_its_own_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLEX_OPTIONS", '{"max_rows": 512}')
+    monkeypatch.setenv("BEFORE", "/other")
+    monkeypatch.setenv("PYTHONPATH", "/here")
     found = serve_bench.process_of(name, tmp_path, 0).environment
     assert found["SGLANG_SIMULATE_ACC_LEN"] == ("1" if name == "pausing" else "3")
     assert ("SERVE_PROBE" in found) is (name != "none")
@@ -75,8 +77,10 @@ def test_an_engine_has_its_own_options(name: str, tmp_path: Path, monkeypatch: p
         "eaglex": {"drafter": "engine"}, "pausing": {"drafter": "engine", "pausing": True},
         "socket": {"drafter": "host"}, "fp8": {"drafter": "engine", "draft_quant": "fp8"},
         "int4": {"drafter": "engine", "draft_quant": "int4"},
-        "dedicated": {"drafter": "engine", "placement": "dedicated"},
+        "dedicated": {"drafter": "engine", "placement": "dedicated"}, "before": {"drafter": "engine"},
     }.get(name)  # fmt: skip
+    assert found["SERVE_PROBE_ENGINE"] == ("eaglex" if name == "before" else name)
+    assert found.get("PYTHONPATH") == ("/other:/here" if name == "before" else None)
     chosen = json.loads(found["EAGLEX_OPTIONS"]) if "EAGLEX_OPTIONS" in found else None
     assert chosen == (wanted | {"max_rows": 512} if wanted else None)
 

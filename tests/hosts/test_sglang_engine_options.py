@@ -19,6 +19,7 @@ from eaglex.hosts.sglang import algorithm, arguments, aux_capture, compat, draft
 from eaglex.hosts.sglang.options import Drafter, Options, Placement
 from eaglex.hot_vocab import HotVocab
 from eaglex.packed import Auto, DraftQuant, Precision
+from eaglex.quantize import quantize
 
 
 def test_no_options_run_the_engine() -> None:
@@ -127,7 +128,7 @@ def test_flags_that_are_refused_with_the_engine(option: str, value: Any) -> None
 
 @pytest.mark.usefixtures("engine")
 def test_bits_of_the_draft_are_the_options_else_the_hosts_flag() -> None:
-    fp8, int4 = DraftQuant.every(Precision.FP8), DraftQuant.every(Precision.INT4)
+    fp8, int4 = DraftQuant.parse("fp8"), DraftQuant.every(Precision.INT4)
     of = engine_arguments.quant_of
     for flag, wanted in ((None, None), ("unquant", None), ("fp8", fp8), ("modelopt", None)):
         server_args = given(speculative_draft_model_quantization=flag, quantization="modelopt")
@@ -316,6 +317,10 @@ def test_the_bytes_of_a_token() -> None:
     whole = sum(tensor.nbytes for _, tensor in weights.named())
     assert draft_memory.own_weight_bytes(weights, ()) == whole
     assert draft_memory.own_weight_bytes(weights, ("embed_tokens",)) == whole - weights.embed_tokens.nbytes
+    four = quantize(weights, DraftQuant.parse("head=int4"))
+    added, rows = four.lm_head.nbytes, weights.lm_head.nbytes
+    assert draft_memory.own_weight_bytes(four, ()) == whole + added
+    assert draft_memory.own_weight_bytes(four, ("lm_head_rows",)) == whole + added - rows
 
 
 def runner_of(**changed: Any) -> Any:

@@ -49,3 +49,18 @@ def test_the_hosts_sizing_of_a_token_asks_what_is_replaced(running_host: Path) -
     scheduler = methods(class_def(running_host, "sglang.srt.managers.scheduler", "Scheduler"))["init_model_worker"]
     calls = [ast.unparse(node.func) for node in ast.walk(scheduler) if isinstance(node, ast.Call)]
     assert calls.index("self.maybe_init_draft_worker") < calls.index("self.init_memory_pools")
+
+
+def test_the_results_event_is_recorded_before_the_host_waits_for_it(running_host: Path) -> None:
+    """Why `Fence` needs no event of its own: copies behind verification, their event, the wait, and then the draft."""
+    scheduler = methods(class_def(running_host, "sglang.srt.managers.scheduler", "Scheduler"))
+    run, loop = (ast.unparse(scheduler[name]) for name in ("run_batch", "event_loop_overlap"))
+    steps = ("batch_result.copy_done = ", "if batch_result.delay_sample_func is None", "self.copy_stream.wait_stream(")
+    places = [run.index(step) for step in (*steps, "batch_result.copy_to_cpu(")]
+    assert places[:3] == sorted(places[:3])
+    assert "batch_result.copy_to_cpu(" in run[places[2] :]
+    order = ("self.run_batch(batch)", "self._apply_war_barrier()", "self.launch_batch_sample_if_needed(")
+    assert [loop.index(step) for step in order] == sorted(loop.index(step) for step in order)
+    result = methods(class_def(running_host, "sglang.srt.managers.utils", "GenerationBatchResult"))
+    assert ast.unparse(result["copy_to_cpu"]).endswith("self.copy_done.record()")
+    assert "runner.war_fastpath_read_done_event = None" in ast.unparse(scheduler["_apply_war_barrier"])

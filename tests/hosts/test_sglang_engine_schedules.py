@@ -82,14 +82,14 @@ def test_drafts_after_a_pause_are_as_if_there_had_been_none(name: str, monkeypat
         assert host.drafted
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 4, 32])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rows_of_a_steady_batch_are_written_together(rows: int, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch for several decodes, and none is missing where a draft, a prompt or another batch comes in between."""
     monkeypatch.setattr(kept_rows, "ROWS", rows)
     for constant, value in {"ENOUGH": 2, "SAMPLE": 2, "FIRST_TRIAL": 11, "LAST_TRIAL": 11, "WINDOW": 4}.items():
         monkeypatch.setattr(steps.Pausing, constant, value)
-    with made_host(Setting(pausing=True, overlap=overlap, slots=3), seed=rows) as host:
+    with made_host(Setting(pausing=True, overlap=overlap, slots=3, max_rows=128), seed=rows) as host:
         host.worker._plan._choice.table = steps.BreakEven(((1, 3.9),))
         launches = counted(host)
         whole_prompts(host, 2)
@@ -145,7 +145,7 @@ def test_rows_that_wait_are_written_before_weights_change() -> None:
 
 def test_tensors_of_every_shape_are_made_before_the_first_launch() -> None:
     """A forward would make them on its own stream, and a launch on another would not wait for them."""
-    for setting in (Setting(adaptive=(0, 1, 3)), Setting(pausing=True)):
+    for setting in (Setting(adaptive=(0, 1, 3), max_rows=128), Setting(pausing=True, max_rows=128)):
         with made_host(setting) as host:
             made = set(host.worker._draft_worker.translator._row_starts)
             assert {1, ROWS, setting.nodes} <= made
@@ -184,7 +184,7 @@ def whole_prompts(host: Host, count: int) -> None:
 
 
 def test_the_table_is_measured_at_start_and_leaves_no_trace() -> None:
-    with made_host(Setting(pausing=True)) as host:
+    with made_host(Setting(pausing=True, max_rows=128)) as host:
         table = host.worker._plan._choice.table
         rows = host.worker._draft_worker.rows_kept  # in one launch: a decode pays for a part of it
         assert rows == ROWS
@@ -230,12 +230,13 @@ def test_locations_of_the_table_would_harm_a_shared_prefix(monkeypatch: pytest.M
     import dataclasses
 
     from eaglex.hosts.sglang.translate import Translator
+    from eaglex.repeated import RepeatedRun
 
     plain = Translator.after_verify
     monkeypatch.setattr(
         Translator, "after_verify", lambda self, v, **kw: dataclasses.replace(plain(self, v, **kw), out_cache_loc=None)
     )
-    monkeypatch.setattr(DraftEngine, "repeated_run", lambda self, batch: None)
+    monkeypatch.setattr(DraftEngine, "repeated_run", lambda self, batch: RepeatedRun(lambda *_: False, None, None))
 
     def harmed(seed: int) -> bool:
         with made_host(Setting(slots=2), seed) as host:

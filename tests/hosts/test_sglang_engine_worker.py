@@ -63,11 +63,11 @@ def bound(draft: Any) -> dict[int, torch.Tensor]:
 def test_one_cycle_in_order(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     logged(host, monkeypatch)
     whole_prompts(host, 1)
-    assert LOG[-4:] == ["prefill on forward", "publish", "event on forward", "copy on forward"], "a first token waits"
+    assert LOG[-4:] == ["prefill on forward", "publish", "copy on forward", "event on forward"], "a first token waits"
     host.decode([])
     assert LOG == [
-        "run on forward", "tree on forward", "verify on forward", "publish", "event on forward", "copy on forward",
-    ]  # fmt: skip
+        "run on forward", "tree on forward", "verify on forward", "publish", "copy on forward", "event on forward",
+    ], "no call of CUDA but the host's own event behind the copies"  # fmt: skip
 
 
 def test_without_overlap_the_draft_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,17 +75,19 @@ def test_without_overlap_the_draft_starts_at_once(monkeypatch: pytest.MonkeyPatc
         logged(host, monkeypatch)
         whole_prompts(host, 1)
         assert LOG[-5:] == [
-            "event on forward", "draft waits for forward's event", "run on draft", "event on draft", "copy on forward",
+            "draft waits for forward's event", "run on draft", "event on draft", "copy on forward", "event on forward",
         ]  # fmt: skip
+        assert LOG[-6] == "event on forward"
 
 
-def test_a_host_that_goes_on_elsewhere_waits_for_the_draft(host: Host) -> None:
+def test_a_host_that_goes_on_elsewhere_waits_for_the_draft(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     whole_prompts(host)
     host.worker._stream.join()
     other = fake_host.Stream()
     other.name, other.cuda_stream = "other", 7
     stream = host.worker._stream
-    stream.current._handle, stream.current._stream = 0, other  # torch's current one, as the worker asks for it
+    monkeypatch.setattr(fake_host.Stream, "current", other)
+    monkeypatch.setattr(stream, "_handle_now", lambda: 7)
     LOG.clear()
     assert stream.join() is other
     assert LOG == ["other waits for forward"]
@@ -100,9 +102,28 @@ def test_the_engine_is_warm_before_the_first_request(monkeypatch: pytest.MonkeyP
             assert ("draft_decode" in host.worker.graph_time_usage) is graphs
 
 
-def test_the_fence_is_published_where_verification_ends(host: Host) -> None:
+def test_the_fence_is_the_event_behind_the_results_copies(host: Host) -> None:
+    """Recorded by the host right behind verification, and before the draft is enqueued on the same stream."""
+    results: list[Any] = []
+    plain, fence = host.worker.forward_batch_generation, host.worker.war_fastpath_runner
+    host.worker.forward_batch_generation = lambda *a, **k: results.append(plain(*a, **k)) or results[-1]
     whole_prompts(host)
-    assert host.worker.war_fastpath_runner.war_fastpath_read_done_event.name == "forward's event"
+    host.decode([])
+    assert fence.war_fastpath_read_done_event is fence.shared_read_done_event is results[-1].copy_done
+    assert results[-1].copy_done.name == "forward's event"
+    results[-1].delay_sample_func = lambda: None  # sampled, and copied, later: the host waits for all that is enqueued
+    assert fence.war_fastpath_read_done_event is None
+    results[-1].delay_sample_func, results[-1].copy_done = None, object()  # another thread copies
+    assert fence.war_fastpath_read_done_event is None
+    fence.war_fastpath_read_done_event = None  # as the host takes it
+    results[-1].copy_done = torch.cuda.Event()
+    assert fence.war_fastpath_read_done_event is None
+
+
+def test_without_overlap_the_fence_is_an_event_of_its_own() -> None:
+    with made_host(Setting(overlap=False)) as host:
+        whole_prompts(host)
+        assert host.worker.war_fastpath_runner.war_fastpath_read_done_event.name == "forward's event"
 
 
 def test_what_the_host_relays_can_be_filtered(host: Host) -> None:
@@ -173,16 +194,21 @@ def test_the_draft_is_the_checkpoint_and_the_targets_own_embedding(host: Host) -
 def test_inputs_are_kept_until_the_draft_has_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_host.Event, "query", lambda self: False)
     whole_prompts(host, 1)
-    held = len(host.worker._stream.kept)
-    for _ in range(3):
+    stream = host.worker._stream
+    held, most = len(stream.kept), stream.KEPT
+    for _ in range(most):
         host.decode([])
-    assert len(host.worker._stream.kept) == held + 3
+    assert len(stream.kept) == held + most
     monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
     host.decode([])
-    assert len(host.worker._stream.kept) == 2, "the last two: nothing yet says that they have run"
-    for _ in range(5):
+    assert len(stream.kept) == 2, "the last two: nothing yet says that they have run"
+    for _ in range(2 * most):
         host.decode([])
-    assert len(host.worker._stream.kept) <= host.worker._stream.KEPT
+        assert len(stream.kept) <= most
+    assert len(stream.kept) > 2, "not in each cycle: it asks CUDA"
+    host.prefill(1)
+    stream.join()
+    assert len(stream.kept) <= 2, "a prompt's hidden states are many"
 
 
 def test_a_target_that_does_not_capture_the_layers_is_named(host: Host) -> None:
@@ -374,3 +400,18 @@ def test_the_aux_layers_are_set_before_the_target_is_captured(running_host: Path
     assert "eagle_aux_hidden_state_layer_ids=self.spec_aux_config.eagle_aux_hidden_state_layer_ids" in ast.unparse(
         runner["init_attention_backends"]
     )
+
+
+def test_inputs_are_kept_where_the_host_has_no_event_to_ask(host: Host) -> None:
+    whole_prompts(host, 1)
+    stream, plain = host.worker._stream, host.worker.forward_batch_generation
+
+    def copied_by_another_thread(*arguments: Any, **options: Any) -> Any:
+        result = plain(*arguments, **options)
+        result.copy_to_cpu = lambda **_: setattr(result, "copy_done", object())
+        return result
+
+    host.worker.forward_batch_generation = copied_by_another_thread
+    for _ in range(3 * stream.KEPT):
+        host.decode([])
+    assert 3 <= len(stream.kept) <= stream.KEPT + 1

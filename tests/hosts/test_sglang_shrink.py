@@ -41,7 +41,7 @@ def played(host: Host, quant: str, hot: Path | None = None) -> None:
 def test_few_bits(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "eaglex")
     with made_host(Setting(options={"draft_quant": "int4"})) as host:
-        assert "EAGLEX: the draft's matrices: head=fp8,mlp=int4,qkv=int4,o=fp8." in caplog.messages
+        assert "EAGLEX: the draft's matrices: head=int4,mlp=int4,qkv=int4,o=int4." in caplog.messages
         held = [kept for kept in host.worker._draft_worker.engine._bound if isinstance(kept, PackedWeight)]
         assert len(held) == 8
         played(host, "int4")
@@ -78,18 +78,50 @@ def test_auto_measures_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         played(host, "mlp=fp8")
 
 
-def test_a_head_that_is_made_smaller_is_not_the_targets(ranking: Path) -> None:
-    chain = SpeculationConfig(num_steps=3)
+def test_what_stays_the_targets(ranking: Path) -> None:
+    chain, both = SpeculationConfig(num_steps=3), ("embed_tokens", "lm_head")
 
-    def own(**options: Any) -> bool:
-        return Shrink(Wanted(**options), str(TINY / "draft"), speculation=chain).own_head
+    def shared(names: tuple[str, ...] = both, **options: Any) -> tuple[str, ...]:
+        return Shrink(Wanted(**options), str(TINY / "draft"), speculation=chain).shared(names)
 
-    assert not own()
-    assert not own(quant=DraftQuant.parse("mlp=int4"))
-    assert own(quant=DraftQuant.parse("fp8"))
-    assert own(hot_vocab=HotVocab(size=5, file=str(ranking)))
+    four, hot = DraftQuant.parse("head=int4"), HotVocab(size=5, file=str(ranking))
+    assert shared() == both
+    assert shared(quant=DraftQuant.parse("mlp=int4")) == both
+    assert shared(quant=DraftQuant.parse("head=none")) == both
+    assert shared(quant=DraftQuant.parse("head=fp8")) == ("embed_tokens",)
+    assert shared(quant=four) == ("embed_tokens", "lm_head_rows")
+    assert shared(("embed_tokens",), quant=four) == ("embed_tokens",)
+    assert shared(hot_vocab=hot) == shared(hot_vocab=hot, quant=four) == ("embed_tokens",)
 
 
+def test_a_rescored_head_reads_the_targets_own_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it is copied or counted but the INT4 matrix, and an update of the target's makes both anew."""
+    caplog.set_level(logging.INFO, "eaglex")
+    cases = TINY.parent.parent / "tests" / "cases"
+    setting = Setting(
+        draft=cases / "C02_no_lm_head_full_vocab", target=cases / "_target", options={"draft_quant": "head=int4"}
+    )
+    with made_host(setting) as host:
+        draft, model = host.worker._draft_worker, host.worker.target_worker.model_runner.model
+
+        def rows() -> torch.Tensor:
+            bound = [kept for kept in draft.engine._bound if isinstance(kept, torch.Tensor)]
+            found = [kept for kept in bound if kept.data_ptr() == model.head.data_ptr()]
+            assert len(found) == 1
+            return found[0]
+
+        assert rows().shape == host.weights.lm_head.shape
+        assert any("the draft shares embed_tokens and lm_head_rows with the target" in m for m in caplog.messages)
+        four = quantize(host.weights, DraftQuant.parse("head=int4"))
+        shared = (host.weights.embed_tokens.nbytes, host.weights.lm_head.nbytes)
+        whole = sum(tensor.nbytes for _, tensor in host.weights.named())
+        assert draft.memory.planned["weights"] == whole - sum(shared) + four.lm_head.nbytes
+        played(host, "head=int4")
+        before = draft.engine
+        host.symbols["SchedulerWeightUpdaterManager"]().update_weights_from_disk(None)
+        host.step()
+        assert draft.engine is not before
+        assert rows().data_ptr() == model.head.data_ptr()
 
 
 def test_a_ranking_that_is_not_there() -> None:

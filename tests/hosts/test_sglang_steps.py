@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from host_source import class_def, methods, parameters
 
 from eaglex.errors import ConfigError
-from eaglex.hosts.sglang import steps
+from eaglex.hosts.sglang import break_even, steps
 from eaglex.hosts.sglang.steps import Adaptive, Always, BreakEven, Pausing, StepPlan
 
 TABLE = BreakEven(((1, 1.5), (8, 2.0), (64, 3.0)))
@@ -83,6 +86,36 @@ def test_a_trial_that_pays_ends_the_pause() -> None:
     first = took.index(5)
     assert first < Pausing.FIRST_TRIAL
     assert set(took[first:]) == {5}
+
+
+def test_a_disturbed_gpu_does_not_make_a_draft_seem_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what was measured beside engines that came up: the decode was disturbed, the verification was not."""
+    monkeypatch.setattr(break_even, "batches", lambda wide, narrow, limit: [4])
+    monkeypatch.setattr(break_even, "replay", lambda state, batch: lambda: state)
+    disturbed = iter([1.0, 1.3, 1.4, 1.1])  # of the decode, by pass
+
+    class Trials:
+        def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], object]:
+            return lambda: 900e-6 if drafting else 160e-6
+
+        def end_trials(self) -> None: ...
+
+    def clock(action: Callable[[], object]) -> float:
+        found = action()
+        if isinstance(found, float):
+            return found
+        return 4.9e-3 * next(disturbed) if found is narrow else verification
+
+    def table(decode_is_quick_once: bool) -> float:
+        nonlocal disturbed
+        disturbed = iter([1.0, 1.3, 1.4, 1.1] if decode_is_quick_once else [1.3, 1.4, 1.3, 1.4])
+        states: Any = {5: SimpleNamespace(nodes=6), 0: narrow}
+        measured = break_even.measure(states, Trials(), steps=5, clock=clock, limit=4, rows=16)
+        return measured.at(4)
+
+    narrow, verification = SimpleNamespace(nodes=1), 5.1e-3
+    assert table(True) == pytest.approx((5.1 + 0.9) / (4.9 + 0.01))
+    assert table(False) == pytest.approx((4.9 * 1.3 + 0.9) / (4.9 * 1.3 + 0.01)), "more than 1 token, whatever disturbs"
 
 
 def test_another_batch_may_end_a_pause_at_once() -> None:

@@ -38,7 +38,9 @@ def test_one_cycle_in_order(worker: Any) -> None:
     result = prefill(worker, [2])
     assert LOG == ["prefill on forward", "publish", "event on forward"]
     result.copy_to_cpu(return_logprob=False)
-    assert LOG[3:] == ["copy on forward"], "the host has a first token to pass on before a draft is enqueued"
+    assert LOG[3:] == ["copy on forward", "event on forward"], (
+        "the host has a first token to pass on before a draft is enqueued"
+    )
     LOG.clear()
     decode(worker, [2], [5], [20])
     assert LOG == [
@@ -190,11 +192,11 @@ def test_a_flush_forgets_all_drafts(worker: Any) -> None:
 
 def test_inputs_are_kept_until_the_draft_has_run(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_host.Event, "query", lambda self: False)
-    for length in range(5, 9):
+    for length in range(5, 13):
         decode(worker, [2], [length], [20], publish=False)
-    assert len(worker._stream.kept) == 4
+    assert len(worker._stream.kept) == 8
     monkeypatch.setattr(fake_host.Event, "query", lambda self: True)
-    decode(worker, [2], [9], [20], publish=False)
+    decode(worker, [2], [13], [20], publish=False)
     assert len(worker._stream.kept) == 2, "the last two: nothing yet says that they have run"
 
 

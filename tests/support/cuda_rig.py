@@ -80,10 +80,10 @@ def chain_log_probs(config: DraftConfig, weights: DraftWeights, cache: reference
     """Log-probabilities [K, Vd] of each step of a given chain, computed in the weights' own type."""
     past = len(cache)
     logits, hidden = reference.extend(config, weights, cache, aux.to(weights.fc.dtype), ids)
-    rows = [logits]
+    rows = [reference.rescore(config, weights, logits[None], hidden[None], 1)[0][0]]
     for step, token in enumerate(tokens[:-1]):
         visible = torch.ones(1, cache.rows + 1, dtype=torch.bool)
         logits, hidden = reference.forward(
             config, weights, cache, hidden.view(1, -1), token.view(1), torch.tensor([past + len(ids) + step]), visible)
-        rows.append(logits[0])
+        rows.append(reference.rescore(config, weights, logits, hidden, 1)[0][0])
     return torch.log_softmax(torch.stack(rows).double(), -1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from eaglex import reference
 from eaglex.config import DraftConfig, SpeculationConfig
 from eaglex.reference import Draft, DraftCache
+from eaglex.reference_low_bit import RESCORE_GROUP, rescored
 from eaglex.weights import DraftWeights
 
 
@@ -31,16 +32,35 @@ def depths(parents: Tensor) -> list[int]:
     return depth
 
 
-def along_paths(config: DraftConfig, side: Side, drafted: Draft, last: int) -> Tensor:
-    """Log-probabilities [n + 1, Vd] of what follows the root and every node of depth below `last`; NaN for the rest."""
+@dataclasses.dataclass
+class Along:
+    """Of what follows the root and every node that was expanded, [n + 1, Vd]; NaN for the rest."""
+
+    rows: Tensor  # log-probabilities; with a rescored head as if every score were exact, over the sum of the replaced
+    scan: Tensor  # the head's logits before any is made exact
+
+
+def along_paths(config: DraftConfig, side: Side, drafted: Draft, speculation: SpeculationConfig) -> Along:
+    """One side's figures along the paths of a draft."""
     past, prefix = len(side.cache), side.cache.rows
     local = DraftCache(list(side.cache.k), list(side.cache.v), side.cache.start)
     depth, parents = depths(drafted.parents), drafted.parents.tolist()
     hidden: dict[int, Tensor] = {0: side.hidden}
     seen: dict[int, list[int]] = {0: []}
     rows = torch.full((len(depth), config.draft_vocab_size), torch.nan, dtype=torch.float64)
-    rows[0] = torch.log_softmax(side.logits.double(), -1)
-    for d in range(1, last):
+    scan = rows.clone()
+
+    def score(node: int, logits: Tensor, state: Tensor) -> None:
+        counted, _ = reference.rescore(config, side.weights, logits[None], state[None], speculation.topk)
+        scan[node], exact = logits.double(), counted[0].double()
+        if side.weights.lm_head_rows is not None:
+            normed = state if config.next_hidden.value == "normed" else \
+                reference.rms_norm(state, side.weights.norm, config.rms_norm_eps)
+            exact = (side.weights.lm_head_rows @ normed).double()
+        rows[node] = exact - torch.logsumexp(counted[0].double(), -1)
+
+    score(0, side.logits, side.hidden)
+    for d in range(1, speculation.num_steps):
         level = [node for node in range(1, len(depth)) if depth[node] == d]
         if not level:
             break
@@ -54,8 +74,23 @@ def along_paths(config: DraftConfig, side: Side, drafted: Draft, last: int) -> T
             drafted.tokens[[node - 1 for node in level]], torch.full((len(level),), past + d - 1), visible)
         for i, node in enumerate(level):
             hidden[node] = states[i]
-            rows[node] = torch.log_softmax(logits[i].double(), -1)
-    return rows
+            score(node, logits[i], states[i])
+    return Along(rows, scan)
+
+
+def may_be_drafted(scan: Tensor, topk: int, slack: float) -> tuple[Tensor, Tensor]:
+    """Which ids [Vd] are rescored whatever rounding of up to `slack` does to the scan, and which may be."""
+    count = max(2, topk)
+    padded = torch.nn.functional.pad(scan, (0, -len(scan) % RESCORE_GROUP), value=-torch.inf).view(-1, RESCORE_GROUP)
+
+    def above(by: float) -> Tensor:  # how many of its group come before each id that moves by so much
+        return (padded[:, None, :] > padded[:, :, None] + by).sum(-1).flatten()[: len(scan)]
+
+    group_sure, group_may = above(-slack) - 1 < count, above(slack) < count  # the first counts the id itself
+    sure_values, may_values = scan[group_sure].sort().values, scan[group_may].sort().values
+    before_all = len(may_values) - torch.searchsorted(may_values, scan - slack, right=True) - 1
+    before_sure = len(sure_values) - torch.searchsorted(sure_values, scan + slack, right=True)
+    return group_sure & (before_all < rescored(topk)), group_may & (before_sure < rescored(topk))
 
 
 def cumulative(rows: Tensor, drafted: Draft, ids: list[int]) -> Tensor:
@@ -66,8 +101,10 @@ def cumulative(rows: Tensor, drafted: Draft, ids: list[int]) -> Tensor:
     return scores[1:]
 
 
-def regret(speculation: SpeculationConfig, rows: Tensor, drafted: Draft, ids: list[int], exact: Tensor) -> float:
+def regret(speculation: SpeculationConfig, rows: Tensor, sure: Tensor, drafted: Draft, ids: list[int],
+           exact: Tensor) -> float:
     """By how much, in exact log-probability, a choice of the draft fell short of the best one; 0 where it did not.
+    `sure` [n + 1, Vd] are `rows` with -infinity for what a rescored head need not have considered.
 
     A node must be among the k best successors of its parent, its parent among the k best of its depth (by the draft's
     own scores, and exactly so), and no successor that was left out may beat the worst node that was kept.
@@ -86,7 +123,7 @@ def regret(speculation: SpeculationConfig, rows: Tensor, drafted: Draft, ids: li
     assert all(expanded(parent) for parent in children), f"a node outside the frontier has successors: {drafted}"
     worst = 0.0
     for parent, tokens in children.items():
-        best = rows[parent].topk(min(k, rows.shape[1])).values[-1]
+        best = sure[parent].topk(min(k, rows.shape[1])).values[-1]
         worst = max(worst, *(float(best - rows[parent, token]) for token in tokens))
     if len(ids) == speculation.num_draft_tokens - 1 < speculation.num_candidates:
         scores, least, deepest = [0.0, *exact.tolist()], float(exact.min()), max(depth)
@@ -97,7 +134,7 @@ def regret(speculation: SpeculationConfig, rows: Tensor, drafted: Draft, ids: li
             # Where k were taken, one that was left out may as well have lost to the worst of them.
             full = len(taken) == min(k, rows.shape[1])
             lost = min(float(rows[node, token]) for token in taken) if full else -torch.inf
-            best_values, best_ids = rows[node].topk(min(k, rows.shape[1]))
+            best_values, best_ids = sure[node].topk(min(k, rows.shape[1]))
             for value, token in zip(best_values.tolist(), best_ids.tolist(), strict=True):
                 if token not in taken:
                     worst = max(worst, min(scores[node] + value - least, value - lost))
@@ -127,8 +164,11 @@ class Judge:
         if not len(drafted.tokens):
             return
         ids = self._draft_ids(exact.weights, drafted.tokens)
-        right, other = (along_paths(self.config, side, drafted, self.speculation.num_steps) for side in (exact, plain))
-        scores, theirs = cumulative(right, drafted, ids), cumulative(other, drafted, ids)
+        right, other = (along_paths(self.config, side, drafted, self.speculation) for side in (exact, plain))
+        scores, theirs = cumulative(right.rows, drafted, ids), cumulative(other.rows, drafted, ids)
+        sure = right.rows
+        if exact.weights.lm_head_rows is not None:
+            sure = self._considered(right, other, drafted, ids)
         depth = torch.tensor(depths(drafted.parents)[1:])
         errors = drafted.scores.double() - scores
         self.error.index_add_(0, depth, errors.square())
@@ -136,7 +176,24 @@ class Judge:
         self.nodes.index_add_(0, depth, torch.ones_like(depth))
         self.drafts[depth.unique()] += 1
         self.worst_at.scatter_reduce_(0, depth, errors.abs(), "amax")
-        self.regrets.append(regret(self.speculation, right, drafted, ids, scores))
+        self.regrets.append(regret(self.speculation, right.rows, sure, drafted, ids, scores))
+
+    def _considered(self, right: Along, other: Along, drafted: Draft, ids: list[int]) -> Tensor:
+        """`right.rows` of what was surely rescored. What was drafted must be what may have been; else AssertionError.
+
+        The scan's rounding is what plain PyTorch's has, and eight times that.
+        """
+        sure = right.rows.clone()
+        children = list(zip(drafted.parents.tolist(), ids, strict=True))
+        for node in range(len(sure)):
+            if right.scan[node].isnan().any():
+                continue
+            slack = 8 * float((other.scan[node] - right.scan[node]).std())
+            certain, possible = may_be_drafted(right.scan[node], self.speculation.topk, slack)
+            sure[node, ~certain] = -torch.inf
+            for parent, token in children:
+                assert parent != node or possible[token], f"node {node} has token {token}, which no scan can have found"
+        return sure
 
     @property
     def worst(self) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eaglex import reference
+from eaglex import reference, reference_low_bit
 from eaglex.config import SpeculationConfig
 
 
@@ -30,14 +30,15 @@ class Margin:
 def recorded() -> Iterator[Margin]:
     """Within: every ranking, every cut of the re-ranking and every draw of the reference narrows the margin.
 
-    A step's top-k and the frontier need their order, so all gaps down to the first loser count. `select` keeps a
-    set, so only the
-    gap between the last kept and the first dropped counts. A draw hangs on the distance from the uniform to the
-    nearest edge, an early stop on that from the score to the threshold.
+    What a rescored head considers is a set: of each group that matters the gap behind the last that is offered, and of
+    all that is offered the one behind the last that is rescored. A step's top-k and the frontier need their order, so
+    all gaps down to the first loser count. `select` keeps a set, so only the gap between the last kept and the first
+    dropped counts. A draw hangs on the distance from the uniform to the nearest edge, an early stop on that from the
+    score to the threshold.
     """
     margin = Margin()
     top_k, select, inverse_cdf = reference.top_k, reference.select, reference.inverse_cdf
-    falls_short = reference.falls_short
+    falls_short, offered = reference.falls_short, reference_low_bit.offered
 
     def ranked(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         best = values.sort(-1, descending=True).values[:, : k + 1]
@@ -62,7 +63,21 @@ def recorded() -> Iterator[Margin]:
         margin.narrow(abs(score - speculation.stop_score))
         return falls_short(score, speculation)
 
+    def scanned(scan: Tensor, topk: int) -> Tensor:
+        ids, size, count = offered(scan, topk), reference_low_bit.RESCORE_GROUP, max(2, topk)
+        padded = torch.nn.functional.pad(scan, (0, -scan.shape[1] % size), value=-math.inf)
+        groups = padded.view(len(scan), -1, size).sort(-1, descending=True).values
+        least, first_out = scan.gather(1, ids).min(1).values, groups[:, :, count]
+        matters = first_out >= least[:, None]
+        if bool(matters.any()):
+            margin.narrow(float((groups[:, :, count - 1] - first_out)[matters].min()))
+        offers = groups[:, :, :count].flatten(1).sort(-1, descending=True).values
+        if offers.shape[1] > ids.shape[1] and bool((offers[:, ids.shape[1]] > -math.inf).all()):
+            margin.narrow(float((offers[:, ids.shape[1] - 1] - offers[:, ids.shape[1]]).min()))
+        return ids
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_low_bit, "offered", scanned)
         patch.setattr(reference, "top_k", ranked)
         patch.setattr(reference, "select", cut)
         patch.setattr(reference, "falls_short", stopped)

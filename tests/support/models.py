@@ -54,7 +54,8 @@ ROPES = {
 }
 
 
-EVERY_INT4 = "head=int4,mlp=int4,qkv=int4,o=int4"  # `int4` itself is FP8 in head and o
+EVERY_INT4 = "head=int4,mlp=int4,qkv=int4,o=int4"  # `int4`
+EVERY_FP8 = "head=fp8,mlp=fp8,qkv=fp8,o=fp8"  # `fp8` itself is INT4 in the head
 
 # Logits with a standard deviation of 2; residual branches that do not outgrow the stream, or rounding errors would.
 GAINS = {"lm_head": 2.0, "o_proj": 0.5, "down_proj": 0.5}
@@ -155,6 +156,7 @@ def assemble(tensors: dict[str, Weight], config: DraftConfig, d2t: Tensor | None
         layers=layers,
         norm=tensors["norm"],
         lm_head=tensors["lm_head"],
+        lm_head_rows=tensors.get("lm_head_rows"),
         d2t=d2t,
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eaglex import engine as python
 from eaglex.engine import DraftBatch, VerifyTensors
-from eaglex.reference import rope_frequencies
+from eaglex.reference_rope import rope_frequencies
 from support.rig import Rig
 
 

@@ -21,7 +21,6 @@ SHAPE = {
 }  # fmt: skip
 DRAFT_VOCAB = 32000
 PROMPT, NEW = 512, 300
-FIRST_TOKENS = 9  # times to first token in a round, of each length
 LENGTHS = (64, PROMPT, 3000)
 STOCK_DRAFTS = ("eagle3", "eagle3-fp8", "none", "socket")
 
@@ -126,7 +125,7 @@ class Timed:
 
         def first(length: int, new: int = 4) -> float:
             run = self.engine.loop.run_until_complete
-            taken = [run(self.first_token(length, new)) for _ in range(FIRST_TOKENS)]
+            taken = [run(self.first_token(length, new)) for _ in range(int(setting("FIRST_TOKENS", "9")))]
             return round(statistics.median(taken) * 1e3, 2)
 
         result["first_token_ms"] = {length: first(length) for length in LENGTHS}

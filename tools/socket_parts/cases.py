@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -217,12 +218,21 @@ def repeated(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
     }
 
 
+def by_position(by_correct: list[int]) -> list[float]:
+    """Of drafts at each place of a window whose earlier ones were right, the part that was; `by_correct[n]` is how many
+    verifications had n right ones.
+    """
+    reached = [sum(by_correct[place:]) for place in range(len(by_correct))]
+    return [round(after / before, 4) for before, after in itertools.pairwise(reached) if before]
+
+
 def compared(
     name: str, stock: dict[str, Any], ours: dict[str, Any], *, base: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Token for token, and accept counts, over all passes. `base`: stock's result without retraction, where known."""
     row: dict[str, Any] = {"case": name, "prompts": 0, "tokens": 0, "different": [], "accept_differs": 0, "errors": 0}
     sums = {"EAGLE3": [0, 0], "EAGLEX": [0, 0]}
+    by_correct: dict[str, list[int]] = {"EAGLE3": [], "EAGLEX": []}
     counts = {"retracted": 0, "cached": 0, "aborted": 0}
     after_retraction = []
     for number, (theirs, mine) in enumerate(zip(stock["passes"], ours["passes"], strict=True)):
@@ -248,8 +258,11 @@ def compared(
             for key, value in (("EAGLE3", a), ("EAGLEX", b)):
                 sums[key][0] += value["correct"]
                 sums[key][1] += value["verify"]
+                histogram = value.get("histogram", [])
+                by_correct[key] = [x + y for x, y in itertools.zip_longest(by_correct[key], histogram, fillvalue=0)]
     accept = {key: 1 + correct / max(verify, 1) for key, (correct, verify) in sums.items()}
     row |= counts | {"accept_length": accept, "verifies": {key: value[1] for key, value in sums.items()}}
+    row["accept_by_position"] = {key: by_position(found) for key, found in by_correct.items()}
     row["seconds"] = {x["algorithm"]: [round(p["seconds"], 2) for p in x["passes"]] for x in (stock, ours)}
     may_move = has(name, MOVED_BY_RETRACTION)
     if may_move:

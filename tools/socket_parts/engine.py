@@ -88,6 +88,7 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
             "ids": result["output_ids"],
             "verify": meta.get("spec_verify_ct", 0),
             "correct": meta.get("spec_num_correct_drafts", 0),
+            "histogram": meta.get("spec_correct_drafts_histogram") or [],  # verifications by correct drafts
             "cached": meta.get("cached_tokens", 0),
             "retracted": meta.get("num_retractions", 0),
         }

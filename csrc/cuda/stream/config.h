@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/rescore.h"
+
 #if defined(__CUDACC__)
 #define EAGLEX_HOST_DEVICE __host__ __device__
 #else
@@ -165,6 +167,17 @@ struct GemmConfig {
 // Whether all blocks of a shared tile sum up a slice of it (scatter.cuh) rather than its owner all. Measured on an H200:
 // worth the common wait from 7 blocks a tile on where tokens are more than 32, and always where they are more than 64.
 [[nodiscard]] bool sums_in_slices(const GemmProblem& problem, const GemmConfig& config);
+
+// What the head's tiles offer of a row where the best are scored again: of each group of ids as many (core/rescore.h).
+struct HeadOffers {
+  int count = 0;
+  int stride = 0;  // between rows: pairs are read together
+};
+
+[[nodiscard]] constexpr HeadOffers head_offers(int vocab, int topk) {
+  const int count = (vocab + kRescoreGroup - 1) / kRescoreGroup * group_offers(topk);
+  return {count, (count + 1) / 2 * 2};
+}
 
 // Bytes of the partial sums that the blocks of one launch exchange.
 [[nodiscard]] std::size_t partial_bytes(const GemmConfig& config, int segments);

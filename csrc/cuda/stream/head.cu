@@ -24,8 +24,10 @@ struct HeadStep : PlainStep {
     int k;
     int vocab;
     int topk;
-    std::uint64_t* keys;  // [grid, 64, topk]
-    float2* stats;        // [grid, 64]
+    std::uint64_t* keys;    // [grid, 64, topk]
+    float2* stats;          // [grid, 64]
+    std::uint64_t* offers;  // [64, stride]: some of each group in the place of `keys`; null: keys
+    int stride;
   };
 
   __device__ static void locate(const Params& params, int token, const bf16** source, int, RowInfo*) {
@@ -62,14 +64,46 @@ struct HeadStep : PlainStep {
       }
       consumer_barrier();
       if (t * 8 + view.role.warp < view.tokens) {
-        take_in<kRows>(params, view.exchange + view.role.warp * kStride, view.tile_row, view.role.lane,
-                       states[t * 8 + view.role.warp]);
+        const int token = t * 8 + view.role.warp;
+        take_in<kRows>(params, view.exchange + view.role.warp * kStride, view.tile_row, view.role.lane, token,
+                       states[token]);
       }
     }
   }
 
+  // The best of every group of ids, in order: what may be scored again. Returns the best of all.
   template <int kRows>
-  __device__ static void take_in(const Params& params, const float* logits, int first_id, int lane, TokenState& state) {
+  __device__ static __forceinline__ float offer(const Params& params, const std::uint64_t (&keys)[kRows / 32],
+                                                int first_id, int lane, int token) {
+    static_assert(kRescoreGroup == 64);
+    const int count = group_offers(params.topk);
+    const int groups = (params.vocab + kRescoreGroup - 1) / kRescoreGroup;
+    float largest = __int_as_float(0xFF800000);
+#pragma unroll
+    for (int g = 0; g < kRows / kRescoreGroup; ++g) {
+      const int group = first_id / kRescoreGroup + g;
+      if (group >= groups) break;
+      std::uint64_t* const to = params.offers + static_cast<std::int64_t>(token) * params.stride + group * count;
+      std::uint32_t low = static_cast<std::uint32_t>(keys[2 * g] >> 32);
+      std::uint32_t high = static_cast<std::uint32_t>(keys[2 * g + 1] >> 32);
+#pragma unroll 1
+      for (int rank = 0; rank < count; ++rank) {
+        const std::uint32_t best = __reduce_max_sync(0xFFFFFFFF, max(low, high));
+        const std::uint32_t of_low = __ballot_sync(0xFFFFFFFF, low == best);
+        const std::uint32_t of_high = __ballot_sync(0xFFFFFFFF, high == best);
+        const int at = of_low != 0 ? __ffs(of_low) - 1 : 31 + __ffs(of_high);  // low ids are before all high ones
+        const std::uint64_t key = best == 0 ? 0 : key_at(best, first_id + g * kRescoreGroup + at);
+        if (lane == 0) to[rank] = key;
+        if (rank == 0) largest = fmaxf(largest, value_of(key));
+        if (lane == at % 32) (at < 32 ? low : high) = 0;
+      }
+    }
+    return largest;
+  }
+
+  template <int kRows>
+  __device__ static void take_in(const Params& params, const float* logits, int first_id, int lane, int token,
+                                 TokenState& state) {
     std::uint64_t keys[kRows / 32];
     float values[kRows / 32];
     float maximum = __int_as_float(0xFF800000);
@@ -82,7 +116,8 @@ struct HeadStep : PlainStep {
       maximum = fmaxf(maximum, values[i]);
     }
     const float before = state.maximum;
-    maximum = fmaxf(before, warp_max(maximum));
+    const bool offers = params.offers != nullptr;
+    maximum = fmaxf(before, offers ? offer<kRows>(params, keys, first_id, lane, token) : warp_max(maximum));
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i)
@@ -93,7 +128,7 @@ struct HeadStep : PlainStep {
     // Insert what beats the worst of the list, best first; after the first tiles that is rare.
     std::uint64_t best = lane < params.topk ? state.best[lane] : 0;
     std::uint64_t worst = __shfl_sync(0xFFFFFFFF, best, params.topk - 1);
-    while (true) {
+    while (!offers) {
       std::uint64_t candidate = keys[0];
 #pragma unroll
       for (int i = 1; i < kRows / 32; ++i) candidate = keys[i] > candidate ? keys[i] : candidate;
@@ -119,7 +154,8 @@ struct HeadStep : PlainStep {
       const int token = t * 8 + role.warp;
       if (token >= tokens) return;
       const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kMaxTokens + token;
-      if (role.lane < params.topk) params.keys[at * params.topk + role.lane] = states[token].best[role.lane];
+      if (params.offers == nullptr && role.lane < params.topk)
+        params.keys[at * params.topk + role.lane] = states[token].best[role.lane];
       if (role.lane == 0) params.stats[at] = make_float2(states[token].maximum, states[token].sum);
     }
   }
@@ -137,7 +173,13 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
   shape.eps = context.config.rms_norm_eps;
   const int vocab = rows_of(params.lm_head);
   const int k = columns_of(params.lm_head);
-  const HeadStep::Params step{static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats};
+  HeadStep::Params step{
+      static_cast<const bf16*>(params.hidden), k, vocab, topk, plan.head_keys, plan.head_stats, nullptr, 0};
+  if (params.rescore_rows) {
+    expect(plan.head_offers != nullptr, ErrorCode::kConfig, "StreamPlan::head_offers", "memory", "null");
+    step.offers = plan.head_offers;
+    step.stride = head_offers(vocab, topk).stride;
+  }
   const Tiles& tiles = tiles_of(params.lm_head);
   return launch_gemm<HeadStep>(plan, tiles, problem_of<HeadStep>(tiles, vocab, k, 1, params.rows.max_rows), 0, shape,
                                step, stream);

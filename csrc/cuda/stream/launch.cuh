@@ -14,25 +14,40 @@ namespace eaglex::stream {
 // At least one block of every kernel of the chain, and each that touches anything of the cycle's, executes
 // griddepcontrol.wait, so all may be launched with the attribute. All ask for the
 // largest share of shared memory, needed or not: an SM must drain before its split changes, and kernels of two splits
-// never overlap.
+// never overlap. Blocks come in clusters of `cluster`.
 template <class... Parameters, class... Args>
-void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
-                    cudaStream_t stream, const Args&... args) {
+void launch_clusters(const StreamPlan& plan, int cluster, void (*kernel)(Parameters...), dim3 grid, int threads,
+                     int shared_bytes, cudaStream_t stream, const Args&... args) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
         "carveout");
   if (shared_bytes > 0)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "shared memory");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (plan.pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = plan.pdl ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   check(cudaLaunchKernelEx(&config, kernel, args...), "launch");
+}
+
+template <class... Parameters, class... Args>
+void launch_chained(const StreamPlan& plan, void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+                    cudaStream_t stream, const Args&... args) {
+  launch_clusters(plan, 1, kernel, grid, threads, shared_bytes, stream, args...);
 }
 
 template <class Step>

@@ -136,6 +136,12 @@ StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void*
   return plan;
 }
 
+void launch_head_end(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                     const EngineContext& context, const DraftBatch* batch, cudaStream_t stream) {
+  const auto launch = params.rescore_rows ? launch_head_rescore : launch_head_merge;
+  launch(plan, params, blocks, select, context, batch, stream);
+}
+
 TileOrder qkv_order(const DraftConfig& config) {
   return {RowOrder::kRotary, config.head_dim, config.rotary_dim};
 }

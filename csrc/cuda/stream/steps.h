@@ -54,7 +54,8 @@ struct StreamPlan {
   std::uint64_t* head_keys = nullptr;  // [grid, 64, topk]
   float2* head_stats = nullptr;        // [grid, 64] maximum and Σ exp
   std::byte* attention_partials = nullptr;
-  cuda::LiveRows live;  // where given, rows of an extend are those of the list, from first_row on
+  cuda::LiveRows live;                   // where given, rows of an extend are those of the list, from first_row on
+  std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], where a head's best may be scored again
 };
 
 // Whether products of more than 16 rows are wgmma's there.
@@ -65,6 +66,10 @@ struct StreamPlan {
 // Limits of the current device.
 [[nodiscard]] DeviceLimits current_device();
 [[nodiscard]] std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs);
+// Of StreamPlan::head_offers, which is no part of that.
+[[nodiscard]] constexpr std::size_t head_offer_bytes(int vocab, int topk) {
+  return static_cast<std::size_t>(kMaxTokens) * head_offers(vocab, topk).stride * sizeof(std::uint64_t);
+}
 
 // Carves `workspace`, which must be zero. EAGLEX_PDL=0 launches without programmatic dependence; under MPS, or with
 // EAGLEX_STREAM_REDUCTION=last, no block waits for another. Throws kConfig where either holds another name.
@@ -89,12 +94,19 @@ void launch_attention(const StreamPlan& plan, const AttentionParams& params, con
 void launch_projection(const StreamPlan& plan, const ProjectionParams& params, cudaStream_t stream);
 void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const EngineContext& context,
                     cudaStream_t stream);
-// Sampling::kGreedy only. What the blocks found; returns their number.
+// Sampling::kGreedy only. What the blocks found; returns their number. With HeadParams::rescore_rows it is
+// launch_head_rescore that must follow, in the place of launch_head_merge.
 [[nodiscard]] int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineContext& context,
                               cudaStream_t stream);
 // Puts that together: writes LaneState::top_scores and top_ids, marks lanes whose logits are not finite. With `select`,
 // which a chain (topk 1) may give, select_lane as well; null: select follows.
 void launch_head_merge(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
                        const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
+// The same where the best of what was found are first scored again by HeadParams::rescore_rows.
+void launch_head_rescore(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                         const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
+// One or the other.
+void launch_head_end(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                     const EngineContext& context, const DraftBatch* batch, cudaStream_t stream);
 
 }  // namespace eaglex::stream

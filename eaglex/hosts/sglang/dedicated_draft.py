@@ -177,8 +177,14 @@ class DedicatedDraft(FollowingSide):
         else:
             logger.warning("EAGLEX: process %d on %s did not answer a trial; the server starts without drafts.", *where)
 
+    @property
+    def alone(self) -> bool:
+        """Never: the drafter hears of every batch."""
+        return False
+
     def begin(self, batch: Any) -> None:
         """Remember what the host knows of this batch until its draft is enqueued."""
+        super().begin(batch)
         slots = batch.req_pool_indices_cpu.tolist()
         self._known = Known(slots, self._rewritten.take(slots))
 

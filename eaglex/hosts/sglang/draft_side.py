@@ -16,7 +16,7 @@ import torch
 from eaglex import checkpoint
 from eaglex.bridge import Follower, HostPool
 from eaglex.config import EngineLimits, SpeculationConfig
-from eaglex.engine import DraftResults, current_stream
+from eaglex.engine import DraftResults, current_stream_of
 from eaglex.errors import ConfigError, DeviceError
 from eaglex.hosts.sglang import aux_capture, compat, draft_memory, engine_arguments
 from eaglex.hosts.sglang.copies import Copies
@@ -69,12 +69,14 @@ class DraftSide:
         self.weight_load_time = 0.0
         self.metrics: Metrics | None = None
         self._failures = 0  # of drafts, by a device
-        self._outdated = False  # the target's weights have changed since the last forward
+        self.stale = False  # the target's weights have changed since the last forward
         self._alone: Follower | None = None  # this rank goes on without drafts
         self._link: Link | None = None  # where there are several ranks, once there are results for it
         self._buffers = VerifyPool(device)
+        self._stream_now = current_stream_of(device)
         self._verify_input = compat.symbol("EagleVerifyInput")
         runner, model_config = target_worker.model_runner, target_worker.model_config
+        self._runner = runner
         if model_config.model_is_mrope:
             raise ConfigError("EAGLEX does not serve a target with multimodal rotary positions (mrope).")
         self.draft_runner = RunnerFacts(model_config, algorithm)
@@ -154,14 +156,15 @@ class DraftSide:
 
     def outdated(self) -> None:
         """The target's weights have changed, and with them what the draft shares."""
-        self._outdated = True
+        self.stale = True
 
     def renew(self) -> None:
         """To be called before a forward: renew what the draft shares with the target, once for all updates since the
         last one, which come in dozens of pieces. All ranks do it before the same forward.
         """
-        if self._outdated:
-            self._outdated = False
+        if self.stale:
+            self.check()
+            self.stale = False
             self._renew()
 
     def _renew(self) -> None:
@@ -197,13 +200,22 @@ class DraftSide:
         """No slot has a draft any more."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise BridgeError once the ranks have lost each other. To be called before a forward; no wait."""
-        if self._link is not None:
-            self._link.bridge.check()
+    @property
+    def alone(self) -> bool:
+        """Whether `begin` does nothing, whatever the batch: nobody else hears of it, or may have been lost."""
+        return self._link is None
 
     def begin(self, batch: Any) -> None:
-        """The host forwards this batch next, and no draft waits to be enqueued any more."""
+        """The host forwards this batch next, and no draft waits to be enqueued any more.
+
+        Raises BridgeError once the ranks have lost each other. No wait.
+        """
+        self.check()
+
+    def check(self) -> None:
+        """Raise BridgeError once the ranks have lost each other. No wait."""
+        if self._link is not None:
+            self._link.bridge.check()
 
     def _tried(self, run: Callable[..., bool], *arguments: Any) -> bool:
         """What `run` says, False where a device failed: that costs drafts, not the server. The slots' old drafts are
@@ -212,10 +224,13 @@ class DraftSide:
         try:
             return run(*arguments)
         except DeviceError as error:
-            self._failures += 1
-            if self._failures & (self._failures - 1) == 0:
-                logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
-            return False
+            return self._failed(error)
+
+    def _failed(self, error: DeviceError) -> bool:
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            logger.error("EAGLEX: drafting failed, %d times so far; requests go on: %s", self._failures, error)
+        return False
 
     def _connect(self, results: DraftResults) -> None:
         """This rank's end of the bridge, over these results. Raises BridgeError on every rank alike."""
@@ -235,15 +250,16 @@ class DraftSide:
         A request without a draft for its length is verified with its root alone; of a chain that was drafted further
         than is verified, the first nodes are.
         """
-        nodes, seq_lens = self.speculative_num_draft_tokens, batch.seq_lens
+        seq_lens = batch.seq_lens
         buffers = self._buffers.take(
-            self.target_worker.model_runner.attn_backend,
+            self._runner.attn_backend,
             requests=seq_lens.shape[0],
-            nodes=nodes,
+            nodes=self.speculative_num_draft_tokens,
             seq_lens_sum=batch.seq_lens_sum,
         )
-        stream = current_stream(self.device)
-        buffers.fill(self.trees, batch.req_pool_indices, seq_lens, batch.spec_info.bonus_tokens, stream)
+        given = (batch.req_pool_indices, seq_lens, batch.spec_info.bonus_tokens, self._stream_now())
+        if not buffers.again(*given):
+            buffers.fill(self.trees, *given)
         inputs = buffers.inputs
         if inputs is None:
             inputs = buffers.inputs = Copies(self._input_of(buffers))

@@ -11,7 +11,7 @@ from eaglex.config import Sampling, SpeculationConfig
 from eaglex.errors import ConfigError
 from eaglex.hosts.sglang import NAME, compat
 from eaglex.hosts.sglang.options import VARIABLE, Options, Placement
-from eaglex.packed import Auto, DraftQuant, Precision
+from eaglex.packed import Auto, DraftQuant
 
 # option, allowed values, why another is refused
 REFUSED: Final = (
@@ -27,7 +27,7 @@ HOST_VARIABLES: Final = (  # of the host, with a dedicated drafter
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "it rewrites the host's table unseen, and drafts would come from KV slots "
      "that are given back"),
 )  # fmt: skip
-QUANT_WORDS: Final[dict[str | None, DraftQuant | None]] = {"unquant": None, "fp8": DraftQuant.every(Precision.FP8)}
+QUANT_WORDS: Final[dict[str | None, DraftQuant | None]] = {"unquant": None, "fp8": DraftQuant.parse("fp8")}
 
 
 def refuse(server_args: Any, options: Options) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eaglex import checkpoint
 from eaglex.engine import DraftBatch, DraftEngine, current_stream
+from eaglex.errors import DeviceError
 from eaglex.hosts.draft_slots import to_device
 from eaglex.hosts.sglang import draft_memory, engine_arguments
 from eaglex.hosts.sglang.draft_side import DraftSide
@@ -23,10 +24,15 @@ from eaglex.hosts.sglang.kept_rows import rows_that_fit
 from eaglex.hosts.sglang.shrink import Shrink, Wanted
 from eaglex.hosts.sglang.translate import Prefilled, Translator, Verified
 from eaglex.hosts.sglang.verify_input import Trees
-from eaglex.repeated import RepeatedRun
+from eaglex.repeated import Again, RepeatedRun
 from eaglex.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
+
+
+def _never(*_: Any) -> bool:
+    """In place of a run that repeats, where there is none yet."""
+    return False
 
 
 class EngineDraft(DraftSide):
@@ -36,6 +42,7 @@ class EngineDraft(DraftSide):
         super().__init__(*arguments, **options)
         self._engine: DraftEngine | None = None
         self._runs: dict[tuple[int, int, bool], RepeatedRun] = {}  # by requests, rows and whether a draft is wanted
+        self._last: dict[bool, Again] = dict.fromkeys((True, False), _never)  # of those, by whether a draft is wanted
         wanted = Wanted(
             quant=engine_arguments.quant_of(self.server_args, self.options), hot_vocab=self.options.hot_vocab
         )
@@ -68,7 +75,7 @@ class EngineDraft(DraftSide):
 
     @property
     def _borrowed(self) -> tuple[str, ...]:
-        return tuple(name for name in self.facts.borrowed if name != "lm_head" or not self._shrink.own_head)
+        return self._shrink.shared(self.facts.borrowed)
 
     def _load(self) -> DraftWeights:
         args, options, model_config = self.server_args, self.options, self.target_worker.model_config
@@ -177,6 +184,7 @@ class EngineDraft(DraftSide):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a tree that is being made reads the engine that goes
         self._runs.clear()
+        self._last = dict.fromkeys((True, False), _never)
         self._buffers.forget()
         self._link = None  # over the results of the engine that goes; the others do the same
         self._engine = self._weights = None  # before the next, as both would not fit beside each other
@@ -226,7 +234,12 @@ class EngineDraft(DraftSide):
         """
         if self._engine is None:
             return
-        drafted = self._tried(self._after_verify, verified, drafting, stream)
+        try:  # as the verification before, mostly
+            drafted = self._last[drafting](*verified, stream) or self._after_verify(verified, drafting, stream)
+            if self.metrics is not None:
+                self.metrics.after_launch(self._engine.results.counters)
+        except DeviceError as error:
+            drafted = self._failed(error)
         if drafting and self._link is not None:
             slots, lens, accepted = verified.req_pool_indices, verified.seq_lens, verified.accept_lens
             self._link.tell(slots, lens, accepted, draft=drafted, stream=stream)
@@ -237,10 +250,10 @@ class EngineDraft(DraftSide):
         if run is None or not run(*verified, stream):
             batch = self.translator.after_verify(verified, drafting=drafting)
             self._launch(batch, stream)
-            if self.graphs:
-                self._runs[key] = self.engine.repeated_run(batch)
-        elif self.metrics is not None:
-            self.metrics.after_launch(self.engine.results.counters)
+            if not self.graphs:
+                return True
+            run = self._runs[key] = self.engine.repeated_run(batch)
+        self._last[drafting] = run.again
         return True
 
     def draft_prefilled(self, prefilled: Prefilled, drafting: bool, stream: int) -> None:
@@ -254,13 +267,13 @@ class EngineDraft(DraftSide):
     def _after_prefill(self, prefilled: Prefilled, drafting: bool, stream: int) -> bool:
         for batch in self.translator.after_prefill(prefilled, drafting=drafting):
             self._launch(batch, stream)
+            if self.metrics is not None:
+                self.metrics.after_launch(self.engine.results.counters)
         return True
 
     def _launch(self, batch: DraftBatch, stream: int) -> None:
         run = self.engine.run if self.graphs else self.engine.enqueue
         run(batch, stream)
-        if self.metrics is not None:
-            self.metrics.after_launch(self.engine.results.counters)
 
     def trial(self, requests: int, nodes: int, *, drafting: bool) -> Callable[[], None]:
         """One launch after a verification of so many requests and nodes, all accepted, to be timed at start.

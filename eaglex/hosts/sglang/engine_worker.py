@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from eaglex.hosts.sglang.verify_states import VerifyStates
 
 logger = logging.getLogger(__name__)
 _Base: Any = compat.symbol("BaseSpecWorker")
+NO_PLAN_STREAM = contextlib.nullcontext()
+new: Final = tuple.__new__  # of a named tuple, without a Python frame
 KEPT = "EAGLEX: the target's weights are updated; the draft keeps its own, and what it shares is renewed."
 
 
@@ -61,6 +63,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._stream = DraftStream(device)
         self._fence, self._events = Fence(), Events()
         self._relayed_by_rows: dict[int, Copies] = {}
+        self._begin: Callable[[Any], None] | None = self._draft_worker.begin  # None where it would do nothing
         self._aux_width = self._draft_worker.config.aux_width
         self._draft_input, self._run_verify = compat.symbol("EagleDraftInput"), compat.symbol("run_eagle_verify")
         manager = compat.symbol("SchedulerWeightUpdaterManager")
@@ -91,6 +94,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             self.server_args, self._draft_worker, self.target_worker.model_runner, pausing=options.read().pausing
         )
         self._plan = StepPlan(chosen.choice)
+        self._begin = None if self._draft_worker.alone else self._draft_worker.begin
         device, entered = self._draft_worker.device, self._stream.entered
         self._draft_worker.metrics = metrics.of(self.server_args, self.ps.tp_rank, device, entered)
         if chosen.states is not None:
@@ -105,10 +109,11 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         `on_publish(new_seq_lens)` is called where the lengths are known; it is None when the host schedules without
         overlap.
         """
-        self._draft_worker.check()
-        self._draft_worker.renew()
+        if self._draft_worker.stale:
+            self._draft_worker.renew()
         current = self._forwards = self._stream.join()
-        self._draft_worker.begin(batch)
+        if self._begin is not None:
+            self._begin(batch)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self._write_kept()
             result, draft, inputs = self._prefill(batch)
@@ -119,14 +124,17 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             result, draft, inputs = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = self._events.recorded(current)
-        self._fence.publish(ready)
-        self._stream.fork(Work(draft, ready, inputs, beside=on_publish is None))
-        if on_publish is None:  # the host waits for the lengths before it goes on
+            self._fence.result = result
+            self._stream.fork(new(Work, (draft, inputs, None, result)))
+        else:  # the host waits for the lengths before it goes on
+            ready = self._events.recorded(current)
+            self._fence.publish(ready)
+            self._stream.fork(Work(draft, inputs, ready))
             self._stream.launch()
         return result
 
     def _prefill(self, batch: Any) -> tuple[Any, Callable[[int], None], Any]:
+        self._stream.let_go()  # of what may be large
         mode = compat.symbol("CaptureHiddenMode").FULL
         with contextlib.nullcontext() if self._roots is None else self._roots.states.as_captured():
             result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
@@ -167,7 +175,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._fence.publish(ready if drafting or read is None else read)
         if inputs is not None:
             self._stream.fork(
-                Work(functools.partial(self._draft_worker.draft_verified, inputs, drafting), ready, inputs)
+                Work(functools.partial(self._draft_worker.draft_verified, inputs, drafting), inputs, ready)
             )
             if on_publish is None:
                 self._stream.launch()
@@ -187,7 +195,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         with torch.cuda.stream(self._forwards):  # where they were made; who updates weights is on another
             rows = self._roots.take()
             ready = self._events.recorded(self._forwards)
-        self._stream.fork(Work(functools.partial(self._draft_worker.draft_verified, rows, False), ready, rows))
+        self._stream.fork(Work(functools.partial(self._draft_worker.draft_verified, rows, False), rows, ready))
         self._stream.join()
 
     def _drain(self) -> None:
@@ -196,18 +204,27 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._stream.drain()
 
     def _verify(self, batch: Any, grammar_barrier: Any) -> tuple[Any, Callable[[int], None], Any]:
-        batch.spec_info = self._draft_worker.draft(batch)
+        side = self._draft_worker
+        batch.spec_info = side.draft(batch)
         result = self.verify(batch, grammar_barrier)
-        result.next_draft_input = self._relayed(result.next_draft_input.bonus_tokens)
-        verified = Verified(
-            self._checked(result.logits_output.hidden_states),
-            result.next_token_ids,
-            result.accept_lens,
-            batch.req_pool_indices,
-            batch.seq_lens,
-            batch.out_cache_loc,
+        hidden_states, bonus_tokens = result.logits_output.hidden_states, result.next_draft_input.bonus_tokens
+        relayed = self._relayed_by_rows.get(bonus_tokens.shape[0])
+        if relayed is None:  # of later ones of as many requests, the engine sees whether they have another size
+            self._checked(hidden_states)
+            relayed = self._relayed_of(bonus_tokens)
+        result.next_draft_input = relayed.made("bonus_tokens", bonus_tokens)
+        verified = new(
+            Verified,
+            (
+                hidden_states,
+                result.next_token_ids,
+                result.accept_lens,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                batch.out_cache_loc,
+            ),
         )
-        return result, functools.partial(self._draft_worker.draft_verified, verified, self._plan.drafting), verified
+        return result, functools.partial(side.draft_verified, verified, self._plan.drafting), verified
 
     def _next_steps(self, states: VerifyStates, batch: Any) -> int:
         """Steps that are verified from now on; the scheduler and its metrics read them here."""
@@ -234,7 +251,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             plan_stream=None,  # a third stream would not be ordered
-            plan_stream_ctx=contextlib.nullcontext(),
+            plan_stream_ctx=NO_PLAN_STREAM,
             topk=self.topk,
             num_steps=self.speculative_num_steps,
             num_draft_tokens=self.speculative_num_draft_tokens,
@@ -256,13 +273,15 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
 
     def _relayed(self, bonus_tokens: Tensor) -> Any:
         """What the host carries to the next cycle: bonus tokens, and top-k columns that it slices and nobody reads."""
-        rows = bonus_tokens.shape[0]
-        made = self._relayed_by_rows.get(rows)
-        if made is None:
-            topk_p, topk_index = self._no_topk_p[:rows], self._no_topk_index[:rows]
-            example = self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
-            made = self._relayed_by_rows[rows] = Copies(example)
+        made = self._relayed_by_rows.get(bonus_tokens.shape[0]) or self._relayed_of(bonus_tokens)
         return made.made("bonus_tokens", bonus_tokens)
+
+    def _relayed_of(self, bonus_tokens: Tensor) -> Copies:
+        rows = bonus_tokens.shape[0]
+        topk_p, topk_index = self._no_topk_p[:rows], self._no_topk_index[:rows]
+        example = self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
+        made = self._relayed_by_rows[rows] = Copies(example)
+        return made
 
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""

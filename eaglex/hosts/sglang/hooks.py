@@ -17,19 +17,19 @@ UPDATES: Final = (
 )
 
 
-def nothing() -> None:
-    """The default of both actions."""
-
-
-def around(owner: Any, name: str, *, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing) -> None:
+def around(
+    owner: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> None:
     """Replace `owner.name` by itself with two actions around it; `after` runs only where it returned."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        before()
+        if before is not None:
+            before()
         result = original(self, *arguments, **options)
-        after()
+        if after is not None:
+            after()
         return result
 
     setattr(owner, name, wrapped)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eaglex.hosts.sglang.translate import Verified
 
-ROWS: Final = 16  # of a request in one launch: fewer cost the GPU more per row, more cost memory (B*R*W)
+ROWS: Final = 32  # of a request in one launch: fewer cost the GPU and the CPU more per row, more cost memory (B*R*W)
 
 
 def rows_that_fit(*, num_layers: int, max_batch: int, max_rows: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from eaglex.hosts import auto_quant
 from eaglex.hosts.calibration import stand_ins
 from eaglex.hot_vocab import cut
-from eaglex.packed import Auto, DraftQuant
+from eaglex.packed import Auto, DraftQuant, Precision
 from eaglex.quantize import quantize
 
 if TYPE_CHECKING:
@@ -43,10 +43,16 @@ class Shrink:
         self._ranking = None if self._hot is None else self._hot.ranking(draft)
         self._quant: DraftQuant | Auto = wanted.quant or DraftQuant()
 
-    @property
-    def own_head(self) -> bool:
-        """Whether the head is no longer the checkpoint's or the target's tensor; known once a draft is loaded."""
-        return self._hot is not None or (isinstance(self._quant, DraftQuant) and self._quant.head is not None)
+    def shared(self, borrowed: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the made draft's tensors those that are the tensors borrowed from the target; known once it is loaded.
+
+        An INT4 head is scored again by the rows it was made from: then these are the target's.
+        """
+        wanted = self._quant.head if isinstance(self._quant, DraftQuant) else None
+        if self._hot is not None or wanted is Precision.FP8:
+            return tuple(name for name in borrowed if name != "lm_head")
+        head = "lm_head_rows" if wanted is Precision.INT4 else "lm_head"
+        return tuple(head if name == "lm_head" else name for name in borrowed)
 
     def of(
         self, config: DraftConfig, weights: DraftWeights, device: torch.device

@@ -5,62 +5,61 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from eaglex.engine import current_stream
+from eaglex.engine import current_stream_of
 
 
-@dataclass(slots=True)
-class Work:
+class Work(NamedTuple):
     """One draft: what to run, given a cudaStream_t, and all that it reads.
 
-    `ready` is recorded on the host's stream where the inputs are complete. `inputs` are kept alive until the draft has
-    run: some were allocated on other streams of the host, whose allocator would hand their memory out again. torch's
-    current stream is not the draft's while it runs: who needs that enters `DraftStream.entered`, for about 10 us.
+    `inputs` are kept alive until the draft has run: some were allocated on other streams of the host, whose allocator
+    would hand their memory out again. torch's current stream is not the draft's while it runs: who needs that enters
+    `DraftStream.entered`, for about 10 us.
 
-    `beside`: on a stream of its own, for what the host enqueues next must not wait for it (its results, where it
-    schedules without overlap). Else behind the forward on the host's own stream, where all else is enqueued by then:
-    three calls of CUDA less in a cycle.
+    With `ready`, recorded on the host's stream where the inputs are complete, it runs on a stream of its own, beside
+    what the host enqueues next, which must not wait for it (its results, where it schedules without overlap). Without,
+    behind the forward on the host's own stream, where all else is enqueued by then: no event, no wait. `result` is then
+    the forward's, for its `copy_done`.
     """
 
     run: Callable[[int], None]
-    ready: torch.cuda.Event
     inputs: Any
-    beside: bool = True
+    ready: torch.cuda.Event | None = None
+    result: Any = None
 
 
-@dataclass
 class Fence:
     """What the host's scheduler waits for before it writes buffers that a forward reads (its WAR barrier).
 
-    It takes the event and puts None in its place. The attribute's name changed with the host's version.
+    It takes the event right after the forward and puts None in its place; None is a wait for all that is enqueued. With
+    overlap an event of ours would be one too many in each cycle: by then the host has recorded `copy_done` of the
+    result behind its copies, which come right behind verification. The attribute's name depends on the host's version.
     """
 
-    war_fastpath_read_done_event: torch.cuda.Event | None = None
-    shared_read_done_event: torch.cuda.Event | None = None
+    def __init__(self) -> None:
+        self.result: Any = None  # the last forward's: its copy_done
+        self._event: torch.cuda.Event | None = None
 
     def publish(self, event: torch.cuda.Event) -> None:
-        self.war_fastpath_read_done_event = event
-        self.shared_read_done_event = event
+        """Wait for this one."""
+        self.result, self._event = None, event
 
+    @property
+    def war_fastpath_read_done_event(self) -> torch.cuda.Event | None:
+        """The event, None where there is none."""
+        result = self.result
+        if result is None:
+            return self._event
+        return result.copy_done if _is_recorded(result) else None
 
-class Current:
-    """torch's current stream, without making an object for it each time: that takes 5 us, several times a cycle."""
+    @war_fastpath_read_done_event.setter
+    def war_fastpath_read_done_event(self, event: torch.cuda.Event | None) -> None:
+        self.result, self._event = None, event
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._handle: int | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def stream(self) -> torch.cuda.Stream:
-        """The same object as long as it is the same stream."""
-        handle = current_stream(self._device)
-        if self._stream is None or handle != self._handle:
-            self._handle, self._stream = handle, torch.cuda.current_stream()
-        return self._stream
+    shared_read_done_event = war_fastpath_read_done_event
 
 
 class Events:
@@ -94,14 +93,15 @@ class DraftStream:
     could be the host's copy stream as well, and its result copy would wait for the draft.
     """
 
-    KEPT = 3  # drafts that are kept, with what they read, before one looks which of them have run
+    KEPT = 6  # drafts that are kept, with what they read, before one looks which of them have run: that asks CUDA
 
     def __init__(self, device: torch.device | str) -> None:
-        self.current = Current(torch.device(device))
+        self._handle_now = current_stream_of(torch.device(device))
+        self._handle: int | None = None
         self.stream = torch.cuda.Stream(device=device, priority=-1)  # type: ignore[no-untyped-call]
         self.pending: Work | None = None
-        self.kept: deque[Work] = deque()
-        self._forwards = self._on = self.stream  # where the last forward ran, and where a draft runs
+        self.kept: deque[tuple[Any, Any]] = deque()  # inputs of each, and an event of the forward in front of it
+        self._forwards = self._on = self.stream  # where the last forward ran or runs, and where a draft runs
         self._done: torch.cuda.Event | None = None  # of a draft beside the host's stream that it has not waited for
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
@@ -118,10 +118,12 @@ class DraftStream:
         return entered
 
     def fork(self, work: Work) -> None:
-        """Take a draft; `launch` runs it. At most one waits, because every forward begins with `join`."""
+        """Take a draft of the forward that `join` has begun; `launch` runs it. At most one waits, because every forward
+        begins with `join`.
+        """
         if self.pending is not None:
             raise RuntimeError("a draft is waiting: join() comes before the next fork()")
-        self.pending, self._forwards = work, self.current.stream()
+        self.pending = work
 
     def launch(self) -> None:
         """Enqueue the draft that waits, if one does, behind `ready`."""
@@ -130,9 +132,10 @@ class DraftStream:
             return
         self.pending = None
         if len(self.kept) >= self.KEPT:
-            self._let_go()
-        self.kept.append(work)
-        if not work.beside:
+            self.let_go()
+        result = work.result  # not kept: its logits are large
+        self.kept.append((work.inputs, work.ready if result is None else result.copy_done))
+        if work.ready is None:
             self._on = self._forwards
             work.run(self._on.cuda_stream)
             return
@@ -144,21 +147,24 @@ class DraftStream:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(self.stream)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Of drafts that have run: one has when the forward behind it is over, which waited for it."""
         kept = self.kept
-        if kept[-1].ready.query():  # type: ignore[no-untyped-call]
+        if kept and _over(kept[-1][1], 0):
             last = kept.pop()
             kept.clear()
             kept.append(last)
-        while len(kept) > 1 and kept[1].ready.query():  # type: ignore[no-untyped-call]
+        while len(kept) > 1 and _over(kept[1][1], len(kept) - 1):
             kept.popleft()
 
     def join(self) -> torch.cuda.Stream:
         """Make the current stream, which is returned, wait for the last draft; one that waits is enqueued first."""
         if self.pending is not None:
             self.launch()
-        current = self.current.stream()
+        current, handle = self._forwards, self._handle_now()
+        if handle != self._handle:  # torch makes an object each time it is asked for it: 5 us
+            self._handle, current = handle, torch.cuda.current_stream()
+            self._forwards = current
         if self._done is not None:
             current.wait_event(self._done)
             self._done = None
@@ -171,3 +177,17 @@ class DraftStream:
         self.join()
         self._on.synchronize()
         self.kept.clear()
+
+
+def _over(event: Any, behind: int) -> bool:
+    """Whether the forward is over whose event this is, with so many behind it. Where the host makes none that can be
+    asked, its own limit counts: it forwards no more than two batches ahead of the results that it has seen.
+    """
+    if isinstance(event, torch.cuda.Event):
+        return bool(event.query())  # type: ignore[no-untyped-call]
+    return behind > 2
+
+
+def _is_recorded(result: Any) -> bool:
+    """Whether the host has recorded `copy_done`: not of a result that it samples, or has another thread copy, later."""
+    return result.delay_sample_func is None and isinstance(result.copy_done, torch.cuda.Event)

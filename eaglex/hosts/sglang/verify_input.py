@@ -15,7 +15,7 @@ from eaglex.config import MaskMode
 from eaglex.engine import VerifyTensors
 from eaglex.hosts.sglang import compat
 from eaglex.hosts.sglang.copies import Copies
-from eaglex.repeated import RepeatedTree
+from eaglex.repeated import Again, RepeatedTree
 
 MODES = {  # TreeMaskMode of the host, by name
     "FULL_MASK": MaskMode.FULL,
@@ -51,31 +51,35 @@ class Trees(Protocol):
         """The same for later calls of one shape."""
 
 
+def _not_filled(*_: Any) -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class VerifyBuffers:
     """Tensors of one verification: the engine's view of them, and what the host reads flat.
 
-    `repeated` is how they are filled again, once they have been filled; `inputs` makes the host's own object of them.
+    `kept` is what the host's attention backend says of its mask, which these are over. `again` fills them as `fill` has
+    filled them the first time, if what it is given has the same shape; `inputs` makes the host's own object of them.
     """
 
     tensors: VerifyTensors
     custom_mask: Tensor
     draft_tokens: Tensor
     positions: Tensor
-    repeated: RepeatedTree | None = None
+    kept: Any = None
+    again: Again = _not_filled
     inputs: Copies | None = None
+    repeated: RepeatedTree | None = None  # whose `again` that is
 
-    def fill(
-        self, trees: Trees, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int
-    ) -> None:
+    def fill(self, trees: Trees, req_pool_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, stream: int) -> None:
         """With the drafts of these slots, in this order. The host keeps the arguments until its verification is over,
         which runs behind this on `stream`.
         """
-        repeated = self.repeated
-        if repeated is None or not repeated(req_pool_indices, seq_lens, bonus_tokens, stream):
-            ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
-            trees.tree(self.tensors, **ids, stream=stream)
-            self.repeated = trees.repeated_tree(self.tensors, **ids)
+        ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
+        trees.tree(self.tensors, **ids, stream=stream)
+        self.repeated = trees.repeated_tree(self.tensors, **ids)
+        self.again = self.repeated.again
 
 
 class VerifyPool:
@@ -93,20 +97,21 @@ class VerifyPool:
         """Buffers for B requests of N nodes, the mask where the host's attention backend wants it, as its own
         `build_eagle_verify_input` decides it. Where that has no place for it they are new: their size changes always.
         """
-        kept = backend.verify_mask
+        kept, key = backend.verify_mask, (requests, nodes)
+        found = self._made.get(key)
+        if found is not None and found[0].kept is kept:  # the host makes another where it resizes the buffer
+            self._made[key] = found[::-1]
+            return found[0]
         if kept is None or not kept.fits(requests):
             mode = compat.symbol("default_tree_mask_mode")() if kept is None else kept.mode
             total = requests * backend.max_context_len if seq_lens_sum is None else seq_lens_sum
             new = MaskPlace(MODES[mode.name], None, total)
             return allocate(new, requests=requests, nodes=nodes, device=self.device)
-        key = (requests, nodes)
-        found = self._made.get(key)
-        if found is None or found[0].custom_mask is not kept.buffer:
-            here = MaskPlace(MODES[kept.mode.name], kept.buffer)
-            one, other = (allocate(here, requests=requests, nodes=nodes, device=self.device) for _ in range(2))
-            found = (one, other)
-        self._made[key] = (found[1], found[0])
-        return found[0]
+        here = MaskPlace(MODES[kept.mode.name], kept.buffer)
+        one, other = (allocate(here, requests=requests, nodes=nodes, device=self.device) for _ in range(2))
+        one.kept = other.kept = kept
+        self._made[key] = (other, one)
+        return one
 
     def forget(self) -> None:
         """Let go of how buffers are filled: another engine fills them from now on."""

@@ -68,19 +68,19 @@ class EaglexWorker(_StockWorker):  # type: ignore[misc]
         `on_publish(new_seq_lens)` is called where the lengths are known, as in the host's worker; it is None when the
         host schedules without overlap.
         """
-        self._stream.join()
+        current = self._stream.join()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result, draft = self._prefill(batch)
         else:
             result, draft = self._verify(batch, grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        ready = self._events.recorded(self._stream.current.stream())
+        ready = self._events.recorded(current)
         self._fence.publish(ready)
         inputs = [result.logits_output.hidden_states, result.next_token_ids, result.accept_lens, result.new_seq_lens]
         inputs += [batch.input_ids, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens]
         run = self._stream.within(functools.partial(self._draft, draft))
-        self._stream.fork(Work(run=run, ready=ready, inputs=inputs))
+        self._stream.fork(Work(run=run, inputs=inputs, ready=ready))
         if on_publish is None:  # the host waits for the lengths before it goes on
             self._stream.launch()
         return result

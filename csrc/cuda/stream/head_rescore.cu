@@ -1,0 +1,464 @@
+// head, second half where the head's matrix only scans (INT4 beside its own rows as stored): the best of what its tiles
+// offer are scored again by those rows.
+// Formula: reference.py head, rescore, top_k, select.
+// Caller: Backend::head, or Backend::select for a chain.    Bytes: per row of x R rows of lm_head, from memory; 8 per
+// offer (2 or topk of 64 ids) and 8 per block of the head, from L2.
+// Mapping: a cluster of up to 8 blocks per row; each chooses the same R by itself (two warps, half of the offers each),
+// reads its share of their columns and of x, and writes its parts of the sums into the first block's shared memory, which
+// finishes. All orders are fixed. Nothing fits beside two blocks of a low-bit matrix, whose registers are too many: a
+// cluster comes into what the head's first blocks leave, where qkv begins with a block less.
+#include <algorithm>
+#include <utility>
+
+#include "cuda/stream/cluster.cuh"
+#include "cuda/stream/head_end.cuh"
+
+namespace eaglex::stream {
+namespace {
+
+constexpr int kMaxRanks = 8;  // blocks of a cluster, on every device that has them
+constexpr int kWarps = kEndThreads / 32;
+constexpr int kAtOnce = 4;  // rows that a warp reads together
+constexpr int kUnit = 8;    // elements of 16 bytes
+
+struct RescoreArgs : HeadEnd {
+  const std::uint64_t* offers;  // [64, stride]
+  int stride;
+  int count;     // of a row's offers
+  int num;       // that are scored again, at least kWarps
+  int capacity;  // of a warp's list
+  int ranks;     // blocks per row
+  int blocks;    // of the head's grid
+  const float2* stats;
+  const bf16* x;  // [R, H]
+  const bf16* rows_as_stored;
+  int row_units;               // between their beginnings
+  const bf16* next_embedding;  // [V, H]: of each that is scored again the row is fetched; null: unknown, or not needed
+};
+
+// Offsets into shared memory.
+struct RescoreLayout {
+  int sums;   // [ranks][num + 1] parts of x·γ·w, the last of x·x; of the first block alone, written by all
+  int stats;  // [ranks · kWarps] maximum and Σ exp, the same
+  int warps;  // per warp: [32] maxima, [num] chosen of its offers, [num] of all, [capacity] list
+  int warp_bytes;
+  int total;
+};
+
+__host__ __device__ constexpr RescoreLayout rescore_layout(int ranks, int num, int capacity) {
+  RescoreLayout at{};
+  at.stats = align_up(ranks * (num + 1) * 4, 8);
+  at.warps = align_up(at.stats + ranks * kWarps * 8, 16);
+  at.warp_bytes = 32 * 4 + 2 * align_up(num, 2) * 8 + capacity * 8;
+  at.total = at.warps + kWarps * at.warp_bytes;
+  return at;
+}
+
+struct WarpSpace {
+  std::uint32_t* maxima;
+  std::uint64_t* own;
+  std::uint64_t* chosen;
+  std::uint64_t* list;
+};
+
+__device__ __forceinline__ std::uint32_t high(std::uint64_t key) {
+  return static_cast<std::uint32_t>(key >> 32);
+}
+
+// The value that at least `num` of the lanes reach; 0 where fewer have any.
+__device__ __forceinline__ std::uint32_t reached_by(std::uint32_t maximum, int num, std::uint32_t* maxima, int lane) {
+  maxima[lane] = maximum;
+  __syncwarp();
+  int above = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint4 others = reinterpret_cast<const uint4*>(maxima)[i];
+    above += (others.x > maximum) + (others.y > maximum) + (others.z > maximum) + (others.w > maximum);
+  }
+  return __reduce_min_sync(0xFFFFFFFF, above < num ? maximum : 0xFFFFFFFF);
+}
+
+constexpr int kPairs = 8;
+constexpr int kOffersAtOnce = 64 * kPairs;
+constexpr int kKeys = 2 * kPairs + 1;  // of a lane: its share of the offers, and one that was chosen before
+using Keys = std::uint64_t[kKeys];
+
+// A lane's share of the offers from `base` on.
+__device__ __forceinline__ void load_offers(const RescoreArgs& args, int row, int base, Keys& keys) {
+  const std::uint64_t* const offers = args.offers + static_cast<std::int64_t>(row) * args.stride;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int at = base + j * 64 + static_cast<int>(threadIdx.x % 32) * 2;
+    ulonglong2 pair = make_ulonglong2(0, 0);
+    if (at < args.count) pair = __ldcg(reinterpret_cast<const ulonglong2*>(offers + at));
+    keys[2 * j] = pair.x;
+    keys[2 * j + 1] = at + 1 < args.count ? pair.y : 0;
+  }
+}
+
+// The best `num` of the warp's share of a row's offers, descending, 0 behind the last, into `space.own`; `keys` are its
+// first already. Of 512 at a time those that reach what `num` lanes reach, which are few, are listed, and each counts
+// those before it.
+__device__ __forceinline__ void choose_own(const RescoreArgs& args, int row, int warp, Keys& keys,
+                                           const WarpSpace& space) {
+  const int lane = threadIdx.x % 32;
+  std::uint64_t before = 0;  // of lane < num: chosen so far
+  int base = warp * kOffersAtOnce;
+#pragma unroll 1
+  while (true) {
+    keys[2 * kPairs] = before;
+    std::uint32_t maximum = 0;
+#pragma unroll
+    for (const std::uint64_t key : keys) maximum = max(maximum, high(key));
+    const std::uint32_t least = reached_by(maximum, args.num, space.maxima, lane);
+    int total = 0;
+#pragma unroll
+    for (const std::uint64_t key : keys) {
+      const bool in = high(key) >= least && key != 0;
+      const std::uint32_t who = __ballot_sync(0xFFFFFFFF, in);
+      const int at = total + __popc(who & ((1U << lane) - 1));
+      if (in && at < args.capacity) space.list[at] = key;
+      total += __popc(who);
+    }
+    __syncwarp();
+    if (total <= args.capacity) {
+      for (int i = lane; i < total; i += 32) {
+        const std::uint64_t mine = space.list[i];
+        int place = 0;
+#pragma unroll 4
+        for (int other = 0; other < total; ++other) place += space.list[other] > mine ? 1 : 0;
+        if (place < args.num) space.own[place] = mine;
+      }
+      if (lane >= total && lane < args.num) space.own[lane] = 0;
+    } else {  // values that lie together, or many alike
+      std::uint64_t last = ~std::uint64_t{0};
+#pragma unroll 1
+      for (int place = 0; place < args.num; ++place) {
+        std::uint64_t next = 0;
+#pragma unroll
+        for (const std::uint64_t key : keys) next = key < last && key > next ? key : next;
+        last = warp_max(next);
+        if (lane == 0) space.own[place] = last;
+      }
+    }
+    __syncwarp();
+    base += kWarps * kOffersAtOnce;
+    if (base >= args.count) return;
+    before = lane < args.num ? space.own[lane] : 0;
+    load_offers(args, row, base, keys);
+  }
+}
+
+// The best of both warps' shares, into `space.chosen`; by the block.
+__device__ __forceinline__ void choose(const RescoreArgs& args, const WarpSpace& space, const std::uint64_t* others) {
+  const int lane = threadIdx.x % 32;
+  if (lane < args.num) space.chosen[lane] = 0;
+  __syncthreads();
+  const std::uint64_t mine = lane < args.num ? space.own[lane] : 0;
+  const std::uint64_t other = lane < args.num ? others[lane] : 0;
+  int place = lane;  // both lists are in order
+  int place_of_other = lane;
+#pragma unroll 4
+  for (int i = 0; i < args.num; ++i) {
+    place += others[i] > mine ? 1 : 0;
+    place_of_other += space.own[i] > other ? 1 : 0;
+  }
+  if (mine != 0 && place < args.num) space.chosen[place] = mine;
+  if (other != 0 && place_of_other < args.num) space.chosen[place_of_other] = other;
+  __syncwarp();
+}
+
+// Σ exp of several blocks of the head, as far as their maximum.
+struct Part {
+  float maximum = kMinusInfinity;
+  float sum = 0;
+};
+
+__device__ __forceinline__ void add(Part& part, const float2& next) {
+  if (next.x == kMinusInfinity && next.y == 0) return;
+  const float maximum = fmaxf(part.maximum, next.x);
+  part.sum = (part.sum == 0 ? 0.0F : part.sum * __expf(part.maximum - maximum)) + next.y * __expf(next.x - maximum);
+  part.maximum = maximum;
+}
+
+__device__ __forceinline__ float2 stats_of(const RescoreArgs& args, int row, int block) {
+  if (block >= args.blocks) return make_float2(kMinusInfinity, 0);
+  return __ldcg(args.stats + static_cast<std::int64_t>(block) * kMaxTokens + row);
+}
+
+__device__ __forceinline__ float scaled(const Part& part, float maximum) {
+  return part.sum == 0 ? 0.0F : part.sum * __expf(part.maximum - maximum);
+}
+
+struct Share {
+  int begin, end;  // units of H
+};
+
+__device__ __forceinline__ float dot(const float (&x)[kUnit], const uint4& packed) {
+  const std::uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 w = __bfloat1622float2(unpack(pairs[i]));
+    sum = fmaf(x[2 * i], w.x, fmaf(x[2 * i + 1], w.y, sum));
+  }
+  return sum;
+}
+
+// The share of x·γ·w of four rows, and of x·x; the lanes' parts are not summed up yet.
+struct Dots {
+  float rows[kAtOnce] = {};
+  float squares = 0;
+};
+
+// `rows`: where they begin, in units.
+__device__ __forceinline__ Dots multiply(const RescoreArgs& args, int row, const std::uint32_t (&rows)[kAtOnce],
+                                         const Share& share) {
+  Dots dots;
+  const auto* const stored = reinterpret_cast<const uint4*>(args.rows_as_stored);
+  const auto* const x = reinterpret_cast<const uint4*>(args.x);
+  const int x_row = row * (args.context.config.hidden_size / kUnit);
+#pragma unroll 2
+  for (int unit = share.begin + static_cast<int>(threadIdx.x % 32); unit < share.end; unit += 32) {
+    uint4 w[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) w[i] = __ldcs(stored + (rows[i] + unit));
+    const uint4 states = __ldcg(x + (x_row + unit));
+    const uint4 gammas = __ldg(reinterpret_cast<const uint4*>(args.norm) + unit);
+    const std::uint32_t x_pairs[4] = {states.x, states.y, states.z, states.w};
+    const std::uint32_t gamma_pairs[4] = {gammas.x, gammas.y, gammas.z, gammas.w};
+    float values[kUnit];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = __bfloat1622float2(unpack(x_pairs[i]));
+      const float2 gamma = __bfloat1622float2(unpack(gamma_pairs[i]));
+      dots.squares = fmaf(v.x, v.x, fmaf(v.y, v.y, dots.squares));
+      values[2 * i] = v.x * gamma.x, values[2 * i + 1] = v.y * gamma.y;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) dots.rows[i] += dot(values, w[i]);
+  }
+  return dots;
+}
+
+// What the cluster has found of a row, in lane c of the first block's first warp for candidate c.
+struct Rescored {
+  std::uint64_t key = 0;  // by the exact score; 0: none
+  int place = 0;          // among them
+  float log_sum = 0;
+};
+
+__device__ __forceinline__ Rescored finish(const RescoreArgs& args, std::uint64_t scanned, const float* sums,
+                                           const float2* stats) {
+  const int lane = threadIdx.x % 32;
+  const int width = args.num + 1;
+  const bool valid = lane < args.num && scanned != 0;
+  float product = 0;
+  float squares = 0;
+  for (int rank = 0; rank < args.ranks; ++rank) {
+    if (valid) product += sums[rank * width + lane];
+    squares += sums[rank * width + args.num];
+  }
+  const float hidden = static_cast<float>(args.context.config.hidden_size);
+  const float score = product * rsqrtf(squares / hidden + args.context.config.rms_norm_eps);
+  Part part;
+  if (lane < args.ranks * kWarps) part = {stats[lane].x, stats[lane].y};
+  Rescored rescored;
+  rescored.key = valid ? key_of(score, id_of(scanned)) : 0;
+  // NaN is no maximum, but stays in the sums.
+  const float maximum = warp_max(fmaxf(part.maximum, valid ? score : kMinusInfinity));
+  const float all = warp_sum(scaled(part, maximum));
+  const float old = value_of(scanned);
+  const float replaced = warp_sum(valid && old != kMinusInfinity ? __expf(old - maximum) : 0.0F);
+  const float fresh = warp_sum(valid && score != kMinusInfinity ? __expf(score - maximum) : 0.0F);
+  const float rest = all - replaced;
+  rescored.log_sum = maximum + logf((rest < 0 ? 0.0F : rest) + fresh);
+  for (int other = 0; other < args.num; ++other)
+    rescored.place += __shfl_sync(0xFFFFFFFF, rescored.key, other) > rescored.key ? 1 : 0;
+  return rescored;
+}
+
+// What is known of a row's lane beforehand.
+struct Lane {
+  int index;
+  int status;
+  float score_before;  // of its chain so far
+  bool inside;         // the batch
+};
+
+__device__ __forceinline__ Lane lane_of_row(const RescoreArgs& args, int row) {
+  const LaneState& state = args.context.lanes;
+  Lane lane{};
+  lane.index = row / (args.rows.pass == Pass::kExtendLast ? 1 : args.context.speculation.topk);
+  lane.status = __ldcg(state.status + lane.index);
+  const bool first = args.select.draft_step == 0;
+  lane.score_before = args.selects && !first ? __ldcg(state.frontier_scores + lane.index) : 0.0F;
+  lane.inside = lane.index < __ldcg(&args.batch->batch);
+  return lane;
+}
+
+// The first block's first warp: what a row's blocks have found becomes its candidates, and for a chain its next token;
+// `token` is that of candidate `thread`.
+__device__ __forceinline__ void conclude(const RescoreArgs& args, int row, const Lane& lane, const Rescored& rescored,
+                                         std::int64_t token) {
+  const bool finite = isfinite(rescored.log_sum);
+  const int thread = threadIdx.x;
+  if (thread == 0 && lane.inside && lane.status == static_cast<int>(LaneStatus::kLive) && !finite) {
+    args.context.lanes.status[lane.index] = static_cast<std::int32_t>(LaneStatus::kNotFinite);
+  }
+  if (finite && rescored.key != 0 && rescored.place < args.context.speculation.topk)
+    write_top(args, row, rescored.place, rescored.key, rescored.log_sum);
+  __syncwarp();
+  if (!args.selects || !lane.inside) return;
+  const std::uint32_t winners = __ballot_sync(0xFFFFFFFF, rescored.key != 0 && rescored.place == 0);
+  const int winner = winners == 0 ? 0 : __ffs(winners) - 1;
+  const float score = __shfl_sync(0xFFFFFFFF, value_of(rescored.key), winner);
+  const Found found{lane.index, static_cast<LaneStatus>(lane.status), __shfl_sync(0xFFFFFFFF, token, winner),
+                    fminf(0.0F, score - rescored.log_sum), lane.score_before};
+  const bool done = finite && advance_chain(args, found);
+  if (!done && thread == 0) select(args, lane.index);
+}
+
+__global__ void __maxnreg__(112) head_rescore(const __grid_constant__ RescoreArgs args) {
+#if EAGLEX_STREAM_KERNELS
+  extern __shared__ __align__(16) std::byte shared[];
+  __shared__ float block_sums[kWarps];
+  release_dependents();
+  cluster_arrive();
+  touch_parameters(args);
+  wait_for_producers();
+  const int rank = cluster_rank();
+  const int row = static_cast<int>(blockIdx.x) / args.ranks;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  // All reads in one trip, wanted or not.
+  Keys keys;
+  load_offers(args, row, warp * kOffersAtOnce, keys);
+  const int block = rank * kEndThreads + static_cast<int>(threadIdx.x);
+  const float2 first_stats = stats_of(args, row, block);
+  const Lane lane_of = lane_of_row(args, row);
+  if (is_idle(args.needed)) {
+    if (args.selects && rank == 0 && threadIdx.x == 0 && lane_of.inside) select(args, lane_of.index);
+    return;
+  }
+  const RescoreLayout at = rescore_layout(args.ranks, args.num, args.capacity);
+  const auto space_of = [&](int which) {
+    std::byte* const begin = shared + at.warps + which * at.warp_bytes;
+    auto* const lists = reinterpret_cast<std::uint64_t*>(begin + 32 * 4);
+    const int size = align_up(args.num, 2);
+    return WarpSpace{reinterpret_cast<std::uint32_t*>(begin), lists, lists + size, lists + 2 * size};
+  };
+  const WarpSpace space = space_of(warp);
+  choose_own(args, row, warp, keys, space);
+  choose(args, space, space_of(1 - warp).own);
+
+  const DraftConfig& config = args.context.config;
+  const int units = config.hidden_size / kUnit;
+  const int per_rank = (units + args.ranks - 1) / args.ranks;
+  const Share share{rank * per_rank, min(units, (rank + 1) * per_rank)};
+  // Of a draft that is void anyhow, because a block never came, offers may be anything.
+  const auto id_at = [&](int c) {
+    return min(static_cast<std::uint32_t>(id_of(c < args.num ? space.chosen[c] : 0)),
+               static_cast<std::uint32_t>(config.draft_vocab_size - 1));
+  };
+  cluster_wait();  // all blocks run, so the first one's shared memory is there
+  const std::int64_t token = args.selects && warp == 0 ? token_of(args, static_cast<int>(id_at(lane))) : 0;
+  const std::uint32_t sums = shared_address(shared) + rank * (args.num + 1) * 4;
+#pragma unroll 1
+  for (int first = warp; first < args.num; first += kAtOnce * kWarps) {
+    std::uint32_t rows[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      rows[i] = id_at(first + i * kWarps) * static_cast<std::uint32_t>(args.row_units);
+      // All lines at once, more than registers could take.
+      for (int unit = share.begin + lane * kUnit; unit < share.end; unit += 32 * kUnit)
+        touch_l2(reinterpret_cast<const uint4*>(args.rows_as_stored) + (rows[i] + unit));
+    }
+    if (first == warp) {  // while they come
+      Part part;
+      add(part, first_stats);
+      for (int i = block + args.ranks * kEndThreads; i < args.blocks; i += args.ranks * kEndThreads)
+        add(part, stats_of(args, row, i));
+      const float maximum = warp_max(part.maximum);
+      const float sum = warp_sum(scaled(part, maximum));
+      const std::uint32_t to = shared_address(shared) + at.stats + (rank * kWarps + warp) * 8;
+      if (lane < 2) store_in(0, to + lane * 4, lane == 0 ? maximum : sum);
+    }
+    if (first == 0 && args.next_embedding != nullptr) {  // qkv of the next step will read one of them
+      constexpr int kLine = 64;                          // elements of 128 bytes
+      for (int c = rank; c < args.num; c += args.ranks) {
+        std::int64_t next = __shfl_sync(0xFFFFFFFF, token, c);
+        if (next < 0 || next >= config.vocab_size) next = 0;
+        const bf16* const embedding = args.next_embedding + next * config.hidden_size;
+        for (int i = lane * kLine; i < config.hidden_size; i += 32 * kLine) touch_l2(embedding + i);
+      }
+    }
+    Dots dots = multiply(args, row, rows, share);
+#pragma unroll
+    for (float& value : dots.rows) value = warp_sum(value);
+    dots.squares = warp_sum(dots.squares);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int c = first + i * kWarps;
+      if (lane == i && c < args.num) store_in(0, sums + c * 4, dots.rows[i]);
+    }
+    if (first == 0 && lane == kAtOnce) store_in(0, sums + args.num * 4, dots.squares);
+    __syncwarp();
+  }
+  cluster_arrive();
+  if (rank != 0) return;
+  cluster_wait();
+  if (warp == 0) {
+    const Rescored rescored = finish(args, lane < args.num ? space.chosen[lane] : 0, reinterpret_cast<float*>(shared),
+                                     reinterpret_cast<float2*>(shared + at.stats));
+    conclude(args, row, lane_of, rescored, token);
+  }
+  if (args.hidden != nullptr) replace_by_norm(args, row, block_sums);
+#endif
+}
+
+// As a rule few more are listed than are chosen, and a list that is too short costs time alone; but where 32 are chosen
+// most lanes of a warp hold one.
+int capacity_of(int num) {
+  return num <= 8 ? 64 : num <= 16 ? 96 : num < 32 ? 192 : kOffersAtOnce + 32;
+}
+
+// Two blocks per SM at most: more would take the place of qkv's.
+int ranks_of(const DeviceLimits& device, int rows) {
+  int ranks = kMaxRanks;
+  while (ranks > 2 && rows * ranks > kWarps * device.num_sms) ranks /= 2;
+  return ranks;
+}
+
+}  // namespace
+
+void launch_head_rescore(const StreamPlan& plan, const HeadParams& params, int blocks, const SelectParams* select,
+                         const EngineContext& context, const DraftBatch* batch, cudaStream_t stream) {
+  expect_bf16("rescore_rows", params.rescore_rows);
+  const std::int64_t row_stride = params.rescore_rows.stride[0];
+  expect_range("units of rescore_rows", params.rescore_rows.shape[0] * row_stride / kUnit, 1LL, 0xFFFFFFFFLL);
+  expect(reinterpret_cast<std::uintptr_t>(params.rescore_rows.data) % 16 == 0 && row_stride % kUnit == 0,
+         ErrorCode::kShape, "rescore_rows", "rows aligned to 16 bytes", row_stride);
+  RescoreArgs args{};
+  static_cast<HeadEnd&>(args) = head_end_of(plan, params, select, context, batch);
+  const int topk = context.speculation.topk;
+  const HeadOffers offers = head_offers(rows_of(params.lm_head), topk);
+  args.offers = plan.head_offers;
+  args.stride = offers.stride;
+  args.count = offers.count;
+  args.num = rescored(topk);
+  args.capacity = capacity_of(args.num);
+  args.ranks = ranks_of(plan.device, params.rows.max_rows);
+  args.blocks = blocks;
+  args.stats = plan.head_stats;
+  args.x = static_cast<const bf16*>(params.hidden);
+  args.rows_as_stored = params.rescore_rows.as<const bf16>();
+  args.row_units = static_cast<int>(row_stride / kUnit);
+  if (select != nullptr && select->draft_step + 1 < context.speculation.num_steps)
+    args.next_embedding = std::exchange(args.embed_tokens, nullptr);
+  const int shared = rescore_layout(args.ranks, args.num, args.capacity).total;
+  launch_clusters(plan, args.ranks, head_rescore, dim3(static_cast<unsigned>(params.rows.max_rows * args.ranks)),
+                  kEndThreads, shared, stream, args);
+}
+
+}  // namespace eaglex::stream
