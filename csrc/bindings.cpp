@@ -241,18 +241,21 @@ bool move_batch(eaglex::BatchTensors& batch, py::handle aux_hidden_states, py::h
 
 class RepeatedRun final : public eaglex::bindings::Repeated {
  public:
-  RepeatedRun(eaglex::DraftEngine& engine, eaglex::BatchTensors& batch) : Repeated(6), engine_(engine), batch_(batch) {}
+  RepeatedRun(eaglex::DraftEngine& engine, eaglex::BatchTensors& batch)
+      : Repeated(6), engine_(engine), batch_(batch), block_(engine.admit(batch)) {}
 
   bool operator()(PyObject* const* tensors, eaglex::Stream stream) override {
     if (!move_batch(batch_, tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5])) return false;
+    batch_.readdress(block_);
     const py::gil_scoped_release released;
-    engine_.run(batch_, stream);
+    engine_.run(block_, stream);
     return true;
   }
 
  private:
   eaglex::DraftEngine& engine_;
   eaglex::BatchTensors& batch_;
+  eaglex::DraftBatch block_;
 };
 
 // clang-format off: the tables of fields below read as tables

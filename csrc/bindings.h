@@ -62,20 +62,23 @@ class Repeated {
 template <typename Trees>
 class RepeatedTree final : public Repeated {
  public:
-  RepeatedTree(Trees& trees, VerifyTensors& batch) : Repeated(3), trees_(trees), batch_(batch) {}
+  RepeatedTree(Trees& trees, VerifyTensors& batch)
+      : Repeated(3), trees_(trees), batch_(batch), block_(trees.admit(batch)) {}
 
   bool operator()(PyObject* const* tensors, Stream stream) override {
     const bool moved = move(
         {{&batch_.req_pool_indices, tensors[0]}, {&batch_.seq_lens, tensors[1]}, {&batch_.bonus_tokens, tensors[2]}});
     if (!moved) return false;
+    batch_.readdress(block_);
     const pybind11::gil_scoped_release released;
-    trees_.tree(batch_, stream);
+    trees_.tree(block_, stream);
     return true;
   }
 
  private:
   Trees& trees_;
   VerifyTensors& batch_;
+  VerifyBatch block_;
 };
 
 template <typename Trees>

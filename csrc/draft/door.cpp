@@ -6,10 +6,14 @@
 namespace eaglex {
 namespace {
 
-IdView ids(const TensorView& tensor, const char* field, Device device, std::int64_t count) {
-  tensor.expect(field, device, {DType::kI32, DType::kI64}, {count});
+IdView view_of(const TensorView& tensor) noexcept {
   return tensor.dtype == DType::kI32 ? IdView{tensor.as<const std::int32_t>(), nullptr}
                                      : IdView{nullptr, tensor.as<const std::int64_t>()};
+}
+
+IdView ids(const TensorView& tensor, const char* field, Device device, std::int64_t count) {
+  tensor.expect(field, device, {DType::kI32, DType::kI64}, {count});
+  return view_of(tensor);
 }
 
 void absent(const TensorView& tensor, const char* field, const char* why) {
@@ -119,6 +123,15 @@ DraftBatch BatchTensors::check(const DraftConfig& config, const SpeculationConfi
   return block;
 }
 
+void BatchTensors::readdress(DraftBatch& block) const noexcept {
+  block.aux_hidden_states = aux_hidden_states.data;
+  block.input_ids = view_of(input_ids);
+  block.num_valid = num_valid.as<const std::int32_t>();
+  block.req_pool_indices = view_of(req_pool_indices);
+  block.seq_lens = view_of(seq_lens);
+  if (out_cache_loc) block.out_cache_loc = view_of(out_cache_loc);
+}
+
 VerifyBatch VerifyTensors::check(const EngineLimits& limits, Device device) const {
   draft_tokens.expect("draft_tokens", device, {DType::kI64}, {kAnySize, kAnySize});
   const std::int64_t batch = draft_tokens.shape[0];
@@ -158,6 +171,12 @@ VerifyBatch VerifyTensors::check(const EngineLimits& limits, Device device) cons
   block.mask = mask.as<std::uint8_t>();
   block.mask_size = mask.numel();
   return block;
+}
+
+void VerifyTensors::readdress(VerifyBatch& block) const noexcept {
+  block.req_pool_indices = view_of(req_pool_indices);
+  block.seq_lens = view_of(seq_lens);
+  block.bonus_tokens = view_of(bonus_tokens);
 }
 
 }  // namespace eaglex

@@ -55,6 +55,9 @@ struct BatchTensors {
 
   [[nodiscard]] DraftBatch check(const DraftConfig& config, const SpeculationConfig& speculation,
                                  const EngineLimits& limits, Device device) const;
+  // Where those that differ from cycle to cycle lie now, in a block that was checked with the same shapes and types, all
+  // of them dense: a check reads a hundred lines of memory that a busy CPU no longer has in its caches.
+  void readdress(DraftBatch& block) const noexcept;
 };
 
 // The verifier's side of the next cycle; see VerifyBatch.
@@ -71,6 +74,8 @@ struct VerifyTensors {
   TensorView mask;                   // by mask_mode; kFull is flat, and at least as long as its requests need
 
   [[nodiscard]] VerifyBatch check(const EngineLimits& limits, Device device) const;
+  // As BatchTensors', of the ids.
+  void readdress(VerifyBatch& block) const noexcept;
 };
 
 }  // namespace eaglex

@@ -80,16 +80,15 @@ void DraftEngine::warm_up() {
   backend_->warm_up([this](int lanes, int rows) { cycle(lanes, rows); });
 }
 
-void DraftEngine::run(const BatchTensors& batch, Stream stream) {
-  const DraftBatch block = admit(batch);
+void DraftEngine::run(const DraftBatch& block, Stream stream) {
   begun_ = true;
   backend_->begin(block, stream);
   // The backend rounds the batch up to one of its buckets and captures the cycle of that many lanes and rows.
   backend_->replay(block.batch, block.num_rows, [this](int lanes, int rows) { cycle(lanes, rows); });
 }
 
-void DraftEngine::tree(const VerifyTensors& batch, Stream stream) {
-  backend_->tree(batch.check(loop_.context().limits, backend_->device()), stream);
+VerifyBatch DraftEngine::admit(const VerifyTensors& batch) const {
+  return batch.check(loop_.context().limits, backend_->device());
 }
 
 }  // namespace eaglex

@@ -34,9 +34,16 @@ class DraftEngine {
   // One cycle as raw launches on `stream`; a host may capture them. Results appear by request slot.
   void enqueue(const BatchTensors& batch, Stream stream);
   // One cycle as one launch: the backend replays its graph of this batch size.
-  void run(const BatchTensors& batch, Stream stream);
+  void run(const BatchTensors& batch, Stream stream) { run(admit(batch), stream); }
   // The drafts of these slots as the verifier's tensors.
-  void tree(const VerifyTensors& batch, Stream stream);
+  void tree(const VerifyTensors& batch, Stream stream) { tree(admit(batch), stream); }
+
+  // The two halves of `run` and of `tree`: the checks, and what follows them, which takes what was checked, or that at
+  // other addresses.
+  [[nodiscard]] DraftBatch admit(const BatchTensors& batch) const;
+  [[nodiscard]] VerifyBatch admit(const VerifyTensors& batch) const;
+  void run(const DraftBatch& block, Stream stream);
+  void tree(const VerifyBatch& block, Stream stream) { backend_->tree(block, stream); }
 
   // After each of the calls above, on its stream: see Backend::mark.
   std::uint64_t mark(Stream stream) { return backend_->mark(stream); }
@@ -53,7 +60,6 @@ class DraftEngine {
   [[nodiscard]] std::size_t prepared_bytes() const noexcept { return backend_->own_weight_bytes(); }
 
  private:
-  DraftBatch admit(const BatchTensors& batch) const;
   void cycle(int lanes, int rows) const;
 
   std::unique_ptr<Backend> backend_;

@@ -22,8 +22,8 @@ DraftFollower::DraftFollower(std::unique_ptr<Backend> backend, const Speculation
   backend_->bind(context);
 }
 
-void DraftFollower::tree(const VerifyTensors& batch, Stream stream) {
-  backend_->tree(batch.check(limits_, backend_->device()), stream);
+VerifyBatch DraftFollower::admit(const VerifyTensors& batch) const {
+  return batch.check(limits_, backend_->device());
 }
 
 }  // namespace eaglex

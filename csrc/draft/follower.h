@@ -17,7 +17,10 @@ class DraftFollower {
                 int vocab_size, const FollowerTensors& tensors);
 
   // The drafts of these slots as the verifier's tensors, as DraftEngine::tree.
-  void tree(const VerifyTensors& batch, Stream stream);
+  void tree(const VerifyTensors& batch, Stream stream) { tree(admit(batch), stream); }
+  // Its halves, as the engine has them.
+  [[nodiscard]] VerifyBatch admit(const VerifyTensors& batch) const;
+  void tree(const VerifyBatch& block, Stream stream) { backend_->tree(block, stream); }
 
   // After `tree`, on its stream: see Backend::mark.
   std::uint64_t mark(Stream stream) { return backend_->mark(stream); }
