@@ -20,7 +20,7 @@ Row = dict[str, Any]
 SAME = ("gpus", "torch", "sglang", "triton", "commit")
 NAMES = {
     "eagle3": "EAGLE3", "eagle3-fp8": "EAGLE3 FP8", "none": "no speculation", "eaglex": "eaglex", "fp8": "eaglex FP8",
-    "int4": "eaglex INT4", "socket": "comparison worker",
+    "int4": "eaglex INT4", "dedicated": "eaglex, dedicated drafter", "socket": "comparison worker",
 }  # fmt: skip
 END = "<!-- end -->"
 
