@@ -21,6 +21,7 @@ class Buffer {
   explicit Buffer(std::size_t count) : count_(count) {
     stream::check(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), "cudaMalloc");
     stream::check(cudaMemset(data_, 0, count * sizeof(T)), "cudaMemset");
+    stream::check(cudaStreamSynchronize(nullptr), "cudaMemset");  // streams of the benches do not wait for this one
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
