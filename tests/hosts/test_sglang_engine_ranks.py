@@ -18,6 +18,7 @@ from support import emulated
 from test_sglang_dedicated import Tolerant, between_gpus
 
 import eaglex.bridge
+import eaglex.bridge_dedicated
 import eaglex.engine
 from eaglex import checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
@@ -28,6 +29,7 @@ from eaglex.hosts.sglang.hooks import UPDATES
 from eaglex.hosts.sglang.ranks import Link
 from eaglex.hosts.sglang.ranks import Ranks as TargetRanks
 
+CASES = Path(__file__).parent.parent / "cases"
 SETTINGS = {
     "chain": Setting(),
     "chain, no overlap": Setting(overlap=False),
@@ -180,15 +182,40 @@ def test_the_embedding_is_gathered_at_start_and_after_an_update(tmp_path: Path) 
     on_ranks(2, tmp_path, body)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_may_come_late_to_an_update_that_makes_the_bridge_again(late: int, tmp_path: Path) -> None:
+    """Emulated: a bridge between GPUs has a watcher, which must not take one that was let go for a lost rank."""
+    module = emulated.require()
+    draft, target = CASES / "C02_no_lm_head_full_vocab", CASES / "_target"
+    setting = Setting(draft=draft, target=target, overlap=False, options={"transport": "p2p"})
+
+    def body(rank: int, size: int) -> None:
+        with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
+            for part in (eaglex.bridge, eaglex.bridge_dedicated):
+                patch.setattr(part, "_extension", eaglex.engine._extension)
+            with made_host(setting, 3, rank, size) as host:
+                host.worker._stream.stream.cuda_stream = 0  # the stand-in's number is no stream of this device
+                played(host, 6)
+                host.symbols["SchedulerWeightUpdaterManager"]().update_weights_from_disk(None)
+                dist.barrier()
+                if rank == late:
+                    time.sleep(0.1)  # the watcher looks every 20 ms
+                for request in host.running:
+                    request.expected = type(request.expected).none()
+                host.decode([])
+                assert host.worker._draft_worker._link.bridge.transport == "p2p"
+                dist.barrier()
+
+    on_ranks(2, tmp_path, body)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(fails: bool, tmp_path: Path) -> None:
-    cases = Path(__file__).parent.parent / "cases"
-
     def no_file(*_: Any, **__: Any) -> None:
         raise CheckpointError("the draft's files are gone")
 
     def body(rank: int, size: int) -> None:
-        setting = Setting(draft=cases / "C02_no_lm_head_full_vocab", target=cases / "_target")
+        setting = Setting(draft=CASES / "C02_no_lm_head_full_vocab", target=CASES / "_target")
         with made_host(setting, 3, rank, size) as host, pytest.MonkeyPatch.context() as patch:
             draft = host.worker._draft_worker
             assert draft.facts.borrowed == ("embed_tokens", "lm_head")

@@ -162,8 +162,7 @@ class DraftSide:
         """To be called before a forward: renew what the draft shares with the target, once for all updates since the
         last one, which come in dozens of pieces. All ranks do it before the same forward.
         """
-        if self.stale:
-            self.check()
+        if self.stale:  # no check of the bridge: ranks that came sooner may have let go of theirs, to make another
             self.stale = False
             self._renew()
 
