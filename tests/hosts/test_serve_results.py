@@ -59,7 +59,7 @@ def test_tables_stand_between_their_marks() -> None:
         serve_results.placed(page, "y.json", [])
 
 
-@pytest.mark.parametrize("name", ["serve-h200x2.json"])
+@pytest.mark.parametrize("name", ["serve-h200x2.json", "serve-h200.json"])
 def test_the_pages_tables_are_the_files(name: str) -> None:
     page = (ROOT / "docs" / "sglang.md").read_text()
     result = json.loads((ROOT / "bench" / "results" / name).read_text())
