@@ -73,10 +73,12 @@ __device__ void take_table(const TakeRows& rows) {
   }
 }
 
-// A request in front of this one has failed: the drafter is not to wait for these rows.
+// A request in front of this one has failed: the drafter is not to wait for these rows. What is kept of them is nobody, as
+// `receive` would else take the drafts from the requests of the last rows that went out, whose drafts may still be due.
 __device__ void send_nothing(const SendRows& rows) {
   if (blockIdx.x != 0) return;
   for (int lane = thread(); lane < rows.batch.batch; lane += threads()) {
+    rows.kept.slots[lane] = 0;
     const std::int64_t slot = rows.batch.req_pool_indices[lane];
     if (!in_range(slot, rows.num_slots)) continue;
     rows.results.num_nodes[slot] = 0;

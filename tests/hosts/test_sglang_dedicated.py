@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -23,6 +24,7 @@ import eaglex.bridge
 import eaglex.bridge_dedicated
 import eaglex.engine
 from eaglex import reference
+from eaglex.engine import DraftBatch
 from eaglex.errors import DeviceError
 from eaglex.hosts import dedicated
 
@@ -191,6 +193,47 @@ def test_a_drafter_that_is_killed_costs_no_token_and_comes_back(caplog: pytest.L
         time.sleep(1.1)
         settled(host, drafts=False)
         drafts_for_who_comes(host)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_fall_with_two_requests_out_takes_no_drafts_that_were_there(how: signal.Signals) -> None:
+    """Emulated: the second request is called off on the device; other slots' drafts, which the followers have, stay."""
+    emulated.require()
+    options = {"placement": "dedicated", "drafter_deadline": 2.0}
+    with between_gpus(Setting(overlap=False, options=options, slots=8), 4) as host:
+        draft = host.worker._draft_worker
+        results = draft.link.bridge.results
+
+        def asked(*slots: int) -> bool:
+            count = len(slots)
+            batch = DraftBatch(
+                aux_hidden_states=torch.ones(2 * count, draft.config.aux_width, dtype=draft.kv_dtype),
+                input_ids=torch.arange(2 * count) + 3,
+                row_start=torch.arange(count + 1, dtype=torch.int32) * 2,
+                num_valid=torch.full((count,), 2, dtype=torch.int32),
+                draft_from=torch.ones(count, dtype=torch.bool),
+                req_pool_indices=torch.tensor(slots),
+                seq_lens=torch.zeros(count, dtype=torch.int64),
+                out_cache_loc=torch.arange(2 * count) + 1 + 10 * slots[0],
+            )
+            every = [True] * count
+            return bool(draft.client.draft(batch, slots=list(slots), begins=every, rewritten=every, stream=0))
+
+        assert asked(1, 2, 3, 4)
+        until = time.monotonic() + 30
+        while not bool((results.drafted_for[1:5] == 2).all()):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        os.kill(draft.process.pid, how)
+        with emulated.held(ctypes.CDLL(draft.client._bridge._binary.__file__)):  # both before the device sees one
+            assert asked(5)
+            assert asked(6, 7)
+        time.sleep(3)  # the deadline
+        if how is signal.SIGSTOP:
+            os.kill(draft.process.pid, signal.SIGCONT)
+        assert results.drafted_for[1:8].tolist() == [2, 2, 2, 2, -1, -1, -1]
 
 
 @pytest.mark.slow
