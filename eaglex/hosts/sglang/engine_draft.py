@@ -131,7 +131,8 @@ class EngineDraft(DraftSide):
         weights, self._weights = self._weights, None
         if weights is None:
             weights = self._load()
-        in_place, self._embedding = self._in_place, weights.embed_tokens
+        in_place = self._in_place
+        self._embedding: Tensor | None = weights.embed_tokens
         originals = [(weakref.ref(tensor), tensor.nbytes) for name, tensor in weights.named() if name not in in_place]
         with self.memory.taking("engine"):
             self._engine = DraftEngine(
@@ -187,7 +188,8 @@ class EngineDraft(DraftSide):
         self._last = dict.fromkeys((True, False), _never)
         self._buffers.forget()
         self._link = None  # over the results of the engine that goes; the others do the same
-        self._engine = self._weights = None  # before the next, as both would not fit beside each other
+        # Before the next, as both would not fit beside each other.
+        self._engine = self._weights = self._embedding = None
         if self.metrics is not None:
             self.metrics.restart()
         self.memory = draft_memory.Ledger(self.device)
@@ -197,7 +199,7 @@ class EngineDraft(DraftSide):
             self._capture()
         except Exception as error:  # no memory, no file any more: the target has its weights, and serves
             failure = error.with_traceback(None)  # whose frames hold half an engine
-            self._engine = self._weights = None
+            self._engine = self._weights = self._embedding = None
         if self._agreed(failure):
             self._connect(self.engine.results)
 
@@ -206,6 +208,7 @@ class EngineDraft(DraftSide):
         try:
             held = self.ranks.shared(model, self.facts.borrowed, model_config.vocab_size, model_config.dtype)
             (found,) = held.values()
+            assert self._embedding is not None, "only a draft that shares more lets go of it"
             if found.data_ptr() != self._embedding.data_ptr():  # else the update has written it already
                 self._embedding.copy_(found)
         except Exception as error:

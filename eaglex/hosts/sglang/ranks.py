@@ -44,11 +44,11 @@ class Ranks:
         """The target's tensors of these names on the rank that drafts, and nothing elsewhere; no copy where one rank
         has them whole. Rows that the host pads them by are left out.
         """
+        parts = dict(zip(SHARED, model.get_embed_and_head(), strict=True))
+        # All gathers in front of all that may fail on one rank alone, such as memory on its device.
+        gathered = {name: self._whole(parts[name].detach(), vocab_size) for name in SHARED if name in names}
         found: dict[str, Tensor] = {}
-        for name, part in zip(SHARED, model.get_embed_and_head(), strict=True):
-            if name not in names:
-                continue
-            whole = self._whole(part.detach(), vocab_size)
+        for name, whole in gathered.items():
             if whole is None:
                 continue
             if whole.dtype != dtype or whole.shape[0] < vocab_size:
@@ -56,14 +56,14 @@ class Ranks:
                     f"target's {name}: expected at least {vocab_size} rows of {dtype} to share with the draft, got "
                     f"{list(whole.shape)} {whole.dtype}."
                 )
-            found[name] = whole[:vocab_size]
+            found[name] = whole[:vocab_size].to(parts[name].device)
         return found
 
     def _whole(self, part: Tensor, vocab_size: int) -> Tensor | None:
         """Rows of all ranks, which the host splits evenly and in order; None on a rank that does not draft.
 
-        Through host memory, a second or two for the largest: the group's NCCL communicator, which the host never uses,
-        would begin with this gather and keep a gigabyte of every GPU.
+        Through host memory, where they stay, a second or two for the largest: the group's NCCL communicator, which the
+        host never uses, would begin with this gather and keep a gigabyte of every GPU.
         """
         if self.size == 1 or part.shape[0] >= vocab_size:
             return part if self.drafts else None
@@ -71,7 +71,7 @@ class Ranks:
         whole = rows.new_empty((self.size, *rows.shape)) if self.drafts else None
         pieces = None if whole is None else list(whole)
         torch.distributed.gather(rows, pieces, dst=self._group.ranks[DRAFTS], group=self._group.cpu_group)
-        return None if whole is None else whole.flatten(0, 1).view(part.dtype).to(part.device)
+        return None if whole is None else whole.flatten(0, 1).view(part.dtype)
 
     def bridge(
         self, speculation: SpeculationConfig, limits: EngineLimits, results: DraftResults, *, vocab_size: int,
