@@ -258,7 +258,8 @@ inline void check_head_switches(Model& m, int tokens, cudaStream_t stream, Verdi
   randomise(m.hidden, 21, 0, 3);
   stream::check(cudaDeviceSynchronize(), "fill");
   const Floats before = floats_of(m.hidden, Model::size(tokens) * width);
-  stream::check(cudaMemset(m.hidden.get() + (Model::size(tokens) - 1) * width + 3, 0xFF, sizeof(bf16)), "NaN");
+  bf16* const spoiled_one = m.hidden.get() + (Model::size(tokens) - 1) * width + 3;
+  stream::check(cudaMemsetAsync(spoiled_one, 0xFF, sizeof(bf16), stream), "NaN");
   m.context.config.next_hidden = NextHidden::kNormed;
   m.launch_head(tokens, stream);
   synchronize(stream);

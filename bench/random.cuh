@@ -36,6 +36,7 @@ class Buffer {
   }
   void set(const std::vector<T>& values) const {
     stream::check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    stream::check(cudaStreamSynchronize(nullptr), "cudaMemcpy");  // of pageable memory it may return sooner
   }
 
  private:
@@ -75,6 +76,7 @@ static __global__ void fill_random(bf16* out, std::int64_t count, std::uint32_t 
 inline void randomise(const Buffer<bf16>& buffer, std::uint32_t seed, float mean, float scale) {
   fill_random<<<1024, 256>>>(buffer.get(), static_cast<std::int64_t>(buffer.size()), seed, mean, scale);
   stream::check(cudaGetLastError(), "fill_random");
+  stream::check(cudaStreamSynchronize(nullptr), "fill_random");
 }
 
 }  // namespace eaglex::bench

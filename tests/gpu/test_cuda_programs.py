@@ -28,7 +28,7 @@ def find(name: str) -> Path | None:
 @pytest.mark.parametrize("command", [
     "bench_delays", "bench_delays fp8", "bench_delays int4", "bench_lost_block bf16", "bench_lost_block int4",
     "bench_lost_block one", "bench_small_cycles", "bench_steps small", "bench_steps small fp8",
-    "bench_steps small int4", "bench_steps check"])
+    "bench_steps small int4", "bench_steps check", "bench_steps check fp8", "bench_steps check int4"])
 def test_it_ends_well(command) -> None:
     name, *arguments = command.split()
     program = find(name)
