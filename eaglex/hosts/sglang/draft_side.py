@@ -159,12 +159,11 @@ class DraftSide:
         self.stale = True
 
     def renew(self) -> None:
-        """To be called before a forward: renew what the draft shares with the target, once for all updates since the
-        last one, which come in dozens of pieces. All ranks do it before the same forward.
+        """To be called before a forward where `stale`: renew what the draft shares with the target, once for all
+        updates since the last one, which come in dozens of pieces. All ranks do it before the same forward.
         """
-        if self.stale:  # no check of the bridge: ranks that came sooner may have let go of theirs, to make another
-            self.stale = False
-            self._renew()
+        self.stale = False  # no check of the bridge: ranks that came sooner may have let go of theirs, to make another
+        self._renew()
 
     def _renew(self) -> None:
         raise NotImplementedError
