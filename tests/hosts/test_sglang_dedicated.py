@@ -20,9 +20,7 @@ from fake_engine_host import Host, Request, made_host
 from fake_engine_parts import Setting, TreeMaskMode
 from support import emulated
 
-import eaglex.bridge
 import eaglex.bridge_dedicated
-import eaglex.engine
 from eaglex import reference
 from eaglex.engine import DraftBatch
 from eaglex.errors import DeviceError
@@ -53,8 +51,6 @@ def between_gpus(setting: Setting, seed: int, rank: int = 0, size: int = 1) -> I
     """`started` on the emulated device: rows and drafts go from one device's memory to the other's."""
     module = emulated.require()
     with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
-        for part in (eaglex.bridge, eaglex.bridge_dedicated):
-            patch.setattr(part, "_extension", eaglex.engine._extension)
         script = str(Path(emulated.__file__).with_name("emulated_drafter.py"))
         folders = [str(emulated.ROOT), str(emulated.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(folders))

@@ -17,9 +17,6 @@ from rank_processes import Ranks
 from support import emulated
 from test_sglang_dedicated import Tolerant, between_gpus
 
-import eaglex.bridge
-import eaglex.bridge_dedicated
-import eaglex.engine
 from eaglex import checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults
@@ -136,8 +133,7 @@ def test_lanes_of_a_bridge_between_gpus_are_used_again(transport: str, tmp_path:
     limits = EngineLimits(max_batch=4, max_rows=64, num_slots=12)
 
     def body(rank: int, size: int) -> None:
-        with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(eaglex.bridge, "_extension", eaglex.engine._extension)
+        with emulated.Emulator(module).installed():
             chosen = options.Options(transport=transport)
             results = DraftResults.allocate(speculation, limits)
             ranks = TargetRanks(Group(rank, size), chosen, rank=rank, size=size)
@@ -190,21 +186,18 @@ def test_a_rank_may_come_late_to_an_update_that_makes_the_bridge_again(late: int
     setting = Setting(draft=draft, target=target, overlap=False, options={"transport": "p2p"})
 
     def body(rank: int, size: int) -> None:
-        with emulated.Emulator(module).installed(), pytest.MonkeyPatch.context() as patch:
-            for part in (eaglex.bridge, eaglex.bridge_dedicated):
-                patch.setattr(part, "_extension", eaglex.engine._extension)
-            with made_host(setting, 3, rank, size) as host:
-                host.worker._stream.stream.cuda_stream = 0  # the stand-in's number is no stream of this device
-                played(host, 6)
-                host.symbols["SchedulerWeightUpdaterManager"]().update_weights_from_disk(None)
-                dist.barrier()
-                if rank == late:
-                    time.sleep(0.1)  # the watcher looks every 20 ms
-                for request in host.running:
-                    request.expected = type(request.expected).none()
-                host.decode([])
-                assert host.worker._draft_worker._link.bridge.transport == "p2p"
-                dist.barrier()
+        with emulated.Emulator(module).installed(), made_host(setting, 3, rank, size) as host:
+            host.worker._stream.stream.cuda_stream = 0  # the stand-in's number is no stream of this device
+            played(host, 6)
+            host.symbols["SchedulerWeightUpdaterManager"]().update_weights_from_disk(None)
+            dist.barrier()
+            if rank == late:
+                time.sleep(0.1)  # the watcher looks every 20 ms
+            for request in host.running:
+                request.expected = type(request.expected).none()
+            host.decode([])
+            assert host.worker._draft_worker._link.bridge.transport == "p2p"
+            dist.barrier()
 
     on_ranks(2, tmp_path, body)
 

@@ -71,8 +71,10 @@ class Emulator:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        """Engines and bridges that are made meanwhile are of this module."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eaglex.engine._extension", lambda: self.module)
+            for part in ("engine", "bridge", "bridge_dedicated"):
+                patch.setattr(f"eaglex.{part}._extension", lambda: self.module)
             yield
 
     @contextlib.contextmanager
