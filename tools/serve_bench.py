@@ -37,6 +37,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,20 +221,31 @@ def run(out: Path) -> int:
     return 0 if all(rounds.values()) else 1
 
 
-def main() -> int:
+def commanded(
+    usage: str | None,
+    *,
+    run: Callable[[Path], int],
+    table: Callable[[dict[str, Any]], list[str]],
+    serve: Callable[[str, Path], None],
+) -> int:
+    """What the command line says: `run FOLDER`, `table REPORT`, or `serve ENGINE FILE`, which does not return."""
     command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if command == "install":
-        install(Path(rest[0]))
-        return 0
     if command == "run":
         return run(Path(rest[0]))
     if command == "table":
         print("\n".join(table(json.loads(Path(rest[0]).read_text()))))
         return 0
     if command == "serve":
-        one(rest[0], Path(rest[1]))
+        serve(rest[0], Path(rest[1]))
         os._exit(0)  # the caller kills the engine's processes
-    sys.exit(__doc__)
+    sys.exit(usage)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["install"]:
+        install(Path(sys.argv[2]))
+        return 0
+    return commanded(__doc__, run=run, table=table, serve=one)
 
 
 if __name__ == "__main__":

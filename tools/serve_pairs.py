@@ -172,18 +172,5 @@ def run(out: Path) -> int:
     return 0 if len(made.taken) == len(made.names) * len(batches()) else 1
 
 
-def main() -> int:
-    command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if command == "run":
-        return run(Path(rest[0]))
-    if command == "table":
-        print("\n".join(table(json.loads(Path(rest[0]).read_text()))))
-        return 0
-    if command == "serve":
-        serve(rest[0], Path(rest[1]))
-        os._exit(0)  # the caller kills the engine's processes
-    sys.exit(__doc__)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_bench.commanded(__doc__, run=run, table=table, serve=serve))

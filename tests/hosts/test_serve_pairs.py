@@ -31,23 +31,24 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> serve_pairs.Run:
     return serve_pairs.Run(tmp_path)
 
 
-def begun(made: serve_pairs.Run, tmp_path: Path) -> bool:
+def played(made: serve_pairs.Run, tmp_path: Path) -> None:
+    """All rounds that the engines live to see."""
     tool = tmp_path / "engine.py"
     tool.write_text(ENGINE)
-    for process in made.processes.values():
-        process.start(str(tool))
-    return made.up()
+    try:
+        for process in made.processes.values():
+            process.start(str(tool))
+        assert made.up()
+        made.rounds()
+    finally:
+        for process in made.processes.values():
+            process.kill()
 
 
 def test_rounds_are_taken_in_turn_and_compared_one_by_one(
     made: serve_pairs.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        assert begun(made, tmp_path)
-        made.rounds()
-    finally:
-        for process in made.processes.values():
-            process.kill()
+    played(made, tmp_path)
     rows = {(row["engine"], row["batch"]): row for row in made.rows("abc")}
     assert set(rows) == {("pausing", 1), ("pausing", 4), ("none", 1), ("none", 4)}
     assert rows["pausing", 4]["rounds"] == [196, 196, 196]
@@ -67,12 +68,7 @@ def test_an_engine_that_ends_leaves_the_rounds_that_are_whole(
     monkeypatch.setenv("ENGINES", "broken; none")
     monkeypatch.setattr(serve_pairs.serve_bench, "OWN", {"broken": {}})
     made = serve_pairs.Run(tmp_path)
-    try:
-        assert begun(made, tmp_path)
-        made.rounds()
-    finally:
-        for process in made.processes.values():
-            process.kill()
+    played(made, tmp_path)
     assert {key: len(taken) for key, taken in made.taken.items()} == {("broken", 1): 1, ("none", 1): 1}
 
 
