@@ -22,6 +22,7 @@ SHAPE = {
 DRAFT_VOCAB = 32000
 PROMPT, NEW = 512, 300
 LENGTHS = (64, PROMPT, 3000)
+REST = "rest"  # the turn of what a round has once
 STOCK_DRAFTS = ("eagle3", "eagle3-fp8", "none", "socket")
 
 
@@ -109,19 +110,21 @@ class Timed:
         for length in LENGTHS:
             self.engine.loop.run_until_complete(self.first_token(length))
 
-    def round(self, probe: Path) -> dict[str, Any]:
-        """Each batch once, then first tokens, then what the probe has seen (empty without speculation)."""
-        result: dict[str, Any] = {"batches": {}}
-        for batch in batches():
-            short, _ = self.took(batch, 2)
-            seconds, meta = self.took(batch, NEW)
-            tokens = NEW - 2
-            accept = meta.get("spec_accept_length") or 1.0
-            result["batches"][batch] = {
-                "tok_s": round(batch * tokens / (seconds - short), 1),
-                "cycle_us": round((seconds - short) / tokens * accept * 1e6, 1),
-                "accept_length": round(accept, 3),
-            }
+    def batch(self, size: int, new: int = NEW) -> dict[str, Any]:
+        """`size` requests of `new` tokens, less as many of 2."""
+        short, _ = self.took(size, 2)
+        seconds, meta = self.took(size, new)
+        tokens = new - 2
+        accept = meta.get("spec_accept_length") or 1.0
+        return {
+            "tok_s": round(size * tokens / (seconds - short), 1),
+            "cycle_us": round((seconds - short) / tokens * accept * 1e6, 1),
+            "accept_length": round(accept, 3),
+        }
+
+    def rest(self, probe: Path) -> dict[str, Any]:
+        """What a round has once: first tokens, and what the probe has seen (empty without speculation)."""
+        result: dict[str, Any] = {}
 
         def first(length: int, new: int = 4) -> float:
             run = self.engine.loop.run_until_complete
@@ -167,11 +170,13 @@ def used_by(pid: int) -> int | None:
 
 
 def one(name: str, out: Path) -> None:
-    """Up, warm, then a round for each turn that is given."""
+    """Up, warm, then what each turn that is given asks for: a batch of so many requests, or the `rest` of a round."""
     timed = Timed(name, out)
     timed.warm()
     write(out.with_suffix(".ready"), {"startup_s": round(timed.startup, 1)})
-    for number in range(int(setting("ROUNDS", "3"))):
-        if not turn(out, number):
-            return
-        write(out.with_suffix(f".round{number}"), timed.round(Path(setting("SERVE_PROBE", ""))))
+    number = 0
+    while turn(out, number):
+        asked = json.loads(out.with_suffix(f".go{number}").read_text())
+        done = timed.rest(Path(setting("SERVE_PROBE", ""))) if asked == REST else timed.batch(asked)
+        write(out.with_suffix(f".round{number}"), done)
+        number += 1
