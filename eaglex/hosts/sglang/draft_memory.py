@@ -65,8 +65,9 @@ def kv_bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:
 
 
 def own_weight_bytes(weights: DraftWeights, shared: tuple[str, ...]) -> int:
-    """Bytes of the draft's tensors, without those that are the target's own memory."""
-    return sum(tensor.nbytes for name, tensor in weights.named() if name not in shared)
+    """Bytes of the draft's tensors, without those that are the target's own memory; of tied ones once."""
+    own = {id(tensor): tensor.nbytes for name, tensor in weights.named() if name not in shared}
+    return sum(own.values())
 
 
 def charge_kv(model_runner: Any, bytes_per_token: int) -> None:
