@@ -202,7 +202,7 @@ def workload(
     return requests
 
 
-def long_answers(prompts: Path, count: int = 1200, new: int = 128) -> list[dict[str, Any]]:
+def long_answers(prompts: Path, count: int = 800, new: int = 128) -> list[dict[str, Any]]:
     """Prompts of 16 to 272 tokens, each with `new` of them to come: many verifications for little else."""
     import numpy
 
