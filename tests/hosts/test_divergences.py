@@ -31,5 +31,5 @@ def test_each_request_that_parts_has_its_margin() -> None:
         "request": 1, "place": 1, "tokens": [6, 1], "margin": 1.25, "gap": 0.25, "spacing": 0.0625, "near": False
     }  # fmt: skip
     assert (other["margin"], other["near"]) == (1.5, False)
-    assert "2 part from no speculation; 0 between" in divergences.summary("EAGLE3", [one, other])
-    assert divergences.summary("EAGLE3", []).startswith("EAGLE3: 0 part")
+    assert "2 part from no speculation; 0 between" in divergences.summary("EAGLE3", [one, other], "none")
+    assert divergences.summary("EAGLEX", [], "EAGLE3").startswith("EAGLEX: 0 part from EAGLE3;")

@@ -149,6 +149,11 @@ def workload_of(name: str, prompts: Path) -> list[dict[str, Any]]:
     """The requests of a case."""
     if "acceptance" in name:
         return long_answers(prompts)
+    if "no radix cache" in name:
+        # Where a prompt that is cut at the multiple that a deterministic server asks for leaves room in its chunk, the
+        # host cuts a second one there if that heeds no EOS, and takes the first for whole: EAGLE3 answered behind 128
+        # of 361 tokens. Without a radix cache alone, in which it admits such requests otherwise.
+        return [request | {"ignore_eos": False} for request in workload(prompts, 0.0)]
     share = 1.0 if "sampled" in name else 0.5 if "mixed sampling" in name else 0.0
     asked = FEATURES if "features" in name else SHAPES if "structured" in name else ()
     return workload(prompts, share, features=asked, times=2 if "many prompts" in name else 1)
