@@ -22,7 +22,7 @@ Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each ot
 "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
 them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
 engine finds free for its weights and pool, ROUNDS (3) at most, TURNS (1) of each batch in a round (as many as BATCHES
-with commas, or one for all), FIRST_TOKENS (9) times to first token of each length in a round, SECONDS for all of it
+with commas, or one for all), FIRST_TOKENS (9) turns of a first token of each length in a round, SECONDS for all of it
 (300), EAGLEX_OPTIONS beside the drafter. The report is written after each round, so whole rounds are there however a
 run ends. Exit status 1: an engine is missing.
 
@@ -46,7 +46,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import socket_check
-from serve_parts.engine import REST, batches, one, speculation
+from serve_parts.engine import FIRST, PROBE, PROMPT, batches, one, speculation
 from socket_check import Process, about, end_in_order, until
 from socket_parts.engine import write
 
@@ -105,7 +105,8 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
         return found["median"] if found else None
 
     def lengths(kind: str) -> dict[str, float | None]:
-        return {length: median([r[kind][length] for r in rounds]) for length in rounds[0].get(kind, {})}
+        taken = [turn[kind] for one_round in rounds for turn in one_round["first"]]
+        return {length: median([one[length] for one in taken]) for length in (taken[0] if taken else {})}
 
     chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
     rows = []
@@ -135,7 +136,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "host_parts_us": {
                 part: median([stage(r, part, batch) for r in rounds]) for part in ("before", "after", "late")
             },
-            "ttft_ms": median([r["ttft_ms"] for r in rounds]),
+            "ttft_ms": lengths("first_token_ms").get(str(PROMPT)),
             "first_token_ms": lengths("first_token_ms"),
             "one_token_ms": lengths("one_token_ms"),
             "accept_length": median([m["accept_length"] for m in measured]),
@@ -232,25 +233,26 @@ class Run(Engines):
         self.rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
 
     def round(self, number: int) -> None:
-        """Each batch of each engine so often, then the rest of each; kept where the engine has said all of it."""
-        made: dict[str, dict[str, Any]] = {name: {"batches": {str(b): [] for b in batches()}} for name in self.names}
+        """Each batch of each engine so often, then first tokens; kept where the engine has said all of it."""
+        turns: list[Any] = [batch for batch in batches() for _ in range(turns_of(batch))]
+        turns += [FIRST] * int(os.environ.get("FIRST_TOKENS", "9"))
+        made: dict[str, dict[str, Any]] = {
+            name: {"batches": {str(batch): [] for batch in batches()}, "first": []} for name in self.names
+        }
         missing = set()
-        count = number
-        for batch in batches():
-            for _ in range(turns_of(batch)):
-                count += 1
-                if self.left() < 1:
-                    return
-                for name in self.names if count % 2 else self.names[::-1]:
-                    taken = self.given(name, batch)
-                    if taken is None:
-                        missing.add(name)
-                    else:
-                        made[name]["batches"][str(batch)].append(taken)
+        for count, asked in enumerate(turns, number):
+            if self.left() < 1:
+                return
+            for name in self.names if count % 2 == 0 else self.names[::-1]:
+                taken = self.given(name, asked)
+                if taken is None:
+                    missing.add(name)
+                else:
+                    (made[name]["first"] if asked == FIRST else made[name]["batches"][str(asked)]).append(taken)
         for name in self.names:
-            rest = self.given(name, REST)
-            if rest is not None and name not in missing:
-                self.rounds[name].append(made[name] | rest)
+            probe = self.given(name, PROBE)
+            if probe is not None and name not in missing:
+                self.rounds[name].append(made[name] | {"probe": probe})
                 self.say(f"{name} round {number}: {json.dumps(self.rounds[name][-1])}")
 
     def report(self, described: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import serve_bench
-from serve_parts.engine import NEW, REST, Timed, batches, setting, speculation
+from serve_parts.engine import NEW, PROBE, Timed, batches, setting, speculation
 from socket_check import Process, about, end_in_order
 from socket_parts.engine import turn, write
 
@@ -49,7 +49,7 @@ def serve(name: str, out: Path) -> None:
     number = 0
     while turn(out, number):
         asked = json.loads(out.with_suffix(f".go{number}").read_text())
-        if asked == REST:
+        if asked == PROBE:
             found = timed.probed(Path(setting("SERVE_PROBE", "")))
             write(out.with_suffix(f".round{number}"), {"paused_cycles": found.get("paused_cycles", 0)})
             return
@@ -83,7 +83,7 @@ class Run(serve_bench.Engines):
             if self.left() < longest + 5:
                 break
         for name in self.names:
-            self.paused_cycles[name] = (self.given(name, REST) or {}).get("paused_cycles", 0)
+            self.paused_cycles[name] = (self.given(name, PROBE) or {}).get("paused_cycles", 0)
 
     def rows(self, commit: str) -> list[dict[str, Any]]:
         """A row for each engine and batch; `ratio` and its rounds are those against the last engine."""

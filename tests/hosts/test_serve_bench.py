@@ -40,7 +40,8 @@ def test_the_files_are_what_the_loader_reads(tmp_path: Path) -> None:
 def a_round(tok_s: float, extend: float) -> dict[str, Any]:
     stages = {"draft": 10.0, "extend": extend, "verify": 1900.0, "host": 80.0, "late": 20.0}
     return {
-        "batches": {"1": [{"tok_s": tok_s, "cycle_us": 3e6 / tok_s, "accept_length": 3.0}]}, "ttft_ms": 9.0,
+        "batches": {"1": [{"tok_s": tok_s, "cycle_us": 3e6 / tok_s, "accept_length": 3.0}]},
+        "first": [{"first_token_ms": {"512": ms}, "one_token_ms": {"512": ms + 1}} for ms in (9.0, 30.0, 8.0)],
         "probe": {
             "stages": {name: {"1": {"median": us, "n": 9}} for name, us in stages.items()}, "gpu_bytes": 2 * 10**9,
             "paused_cycles": 4,
@@ -54,7 +55,7 @@ def test_a_row_is_the_median_over_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     (row,) = serve_bench.rows_of("eaglex", rounds, startup=40.0, commit="abc")
     expected = {
         "engine": "eaglex", "tok_s": 900, "draft_us": 1110.0, "extend_us": 1100, "host_us": 100.0, "memory_gb": 2.0,
-        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 4,
+        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 4, "ttft_ms": 9.0,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     (none,) = serve_bench.rows_of("none", [a_round(450, 1) | {"probe": {}}], startup=30.0, commit="abc")
@@ -85,8 +86,10 @@ for number in range(99):
         time.sleep(0.01)
     asked = json.loads(out.with_suffix(f".go{number}").read_text())
     found = {"tok_s": (90 if name == "eagle3" else 99) * asked, "cycle_us": 1.0, "accept_length": 3.0} \
-        if asked != "rest" else {"ttft_ms": 2.0, "probe": {}}
-    if name == "none" and number == 5:
+        if isinstance(asked, int) else {"first_token_ms": {"512": 2.0}, "one_token_ms": {"512": 3.0}}
+    if asked == "probe":
+        found = {}
+    if name == "none" and number == 8:
         sys.exit(1)
     part = out.with_suffix(".part")
     part.write_text(json.dumps(found))
@@ -97,8 +100,8 @@ for number in range(99):
 def test_engines_take_turns_batch_by_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three turns at batch 1, one at 4, then the rest; an engine that ends has the rounds that are whole."""
-    for name, value in {"BATCHES": "1,4", "TURNS": "3,1", "SECONDS": "40"}.items():
+    """Three turns at batch 1, one at 4, two of first tokens, then the probe; an engine that ends has the rounds that are whole."""
+    for name, value in {"BATCHES": "1,4", "TURNS": "3,1", "FIRST_TOKENS": "2", "SECONDS": "40"}.items():
         monkeypatch.setenv(name, value)
     made = serve_bench.Run(tmp_path, ["eaglex", "eagle3", "none"])
     given, order = made.given, []
@@ -115,9 +118,18 @@ def test_engines_take_turns_batch_by_batch(
         for process in made.processes.values():
             process.kill()
     assert [name for name, _ in order[:6]] == ["eaglex", "eagle3", "none", "none", "eagle3", "eaglex"]
-    assert [what for name, what in order[:15] if name == "eagle3"] == [1, 1, 1, 4, "rest"]
+    assert [what for name, what in order[:21] if name == "eagle3"] == [
+        1,
+        1,
+        1,
+        4,
+        "first tokens",
+        "first tokens",
+        "probe",
+    ]
     rows = {(row["engine"], row["batch"]): row for row in made.report({"commit": "abc"})["rows"]}
     assert rows["eaglex", 1]["rounds"] == [99] * 6
+    assert (rows["eaglex", 4]["ttft_ms"], rows["eaglex", 4]["one_token_ms"]) == (2.0, {"512": 3.0})
     assert (rows["eaglex", 4]["ratios"], rows["none", 4]["rounds"]) == ([1.1, 1.1], [396])
     assert "eagle3 round 1" in capsys.readouterr().out
 

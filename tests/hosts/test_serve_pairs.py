@@ -17,7 +17,7 @@ for number in range(int(sys.argv[2] == "broken") or 99):
         time.sleep(0.01)
     asked = json.loads(out.with_suffix(f".go{number}").read_text())
     found = {"tok_s": (100 if name == "none" else 98) * (1 if asked == 1 else 2), "accept_length": 1.0}
-    if asked == "rest":
+    if asked == "probe":
         found = {"paused_cycles": 7}
     part = out.with_suffix(".part")
     part.write_text(json.dumps(found))

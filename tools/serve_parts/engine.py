@@ -22,7 +22,7 @@ SHAPE = {
 DRAFT_VOCAB = 32000
 PROMPT, NEW = 512, 300
 LENGTHS = (64, PROMPT, 3000)
-REST = "rest"  # the turn of what a round has once
+FIRST, PROBE = "first tokens", "probe"  # turns that are not a batch
 STOCK_DRAFTS = ("eagle3", "eagle3-fp8", "none", "socket")
 
 
@@ -122,20 +122,15 @@ class Timed:
             "accept_length": round(accept, 3),
         }
 
-    def rest(self, probe: Path) -> dict[str, Any]:
-        """What a round has once: first tokens, and what the probe has seen (empty without speculation)."""
-        result: dict[str, Any] = {}
+    def first_tokens(self) -> dict[str, Any]:
+        """One prompt of each length: until its first token, and until it ends where that is all."""
+        run = self.engine.loop.run_until_complete
+        run(self.first_token(LENGTHS[0]))  # behind a stop of the process
 
-        def first(length: int, new: int = 4) -> float:
-            run = self.engine.loop.run_until_complete
-            taken = [run(self.first_token(length, new)) for _ in range(int(setting("FIRST_TOKENS", "9")))]
-            return round(statistics.median(taken) * 1e3, 2)
+        def each(new: int) -> dict[int, float]:
+            return {length: round(run(self.first_token(length, new)) * 1e3, 2) for length in LENGTHS}
 
-        result["first_token_ms"] = {length: first(length) for length in LENGTHS}
-        result["one_token_ms"] = {length: first(length, 1) for length in LENGTHS}
-        result["ttft_ms"] = result["first_token_ms"][PROMPT]
-        result["probe"] = self.probed(probe)
-        return result
+        return {"first_token_ms": each(4), "one_token_ms": each(1)}
 
     def probed(self, probe: Path) -> dict[str, Any]:
         if "SERVE_PROBE" not in os.environ:
@@ -170,13 +165,18 @@ def used_by(pid: int) -> int | None:
 
 
 def one(name: str, out: Path) -> None:
-    """Up, warm, then what each turn that is given asks for: a batch of so many requests, or the `rest` of a round."""
+    """Up, warm, then what each turn asks for: a batch of so many requests, first tokens, or what the probe has seen."""
     timed = Timed(name, out)
     timed.warm()
     write(out.with_suffix(".ready"), {"startup_s": round(timed.startup, 1)})
     number = 0
     while turn(out, number):
         asked = json.loads(out.with_suffix(f".go{number}").read_text())
-        done = timed.rest(Path(setting("SERVE_PROBE", ""))) if asked == REST else timed.batch(asked)
+        if asked == FIRST:
+            done = timed.first_tokens()
+        elif asked == PROBE:
+            done = timed.probed(Path(setting("SERVE_PROBE", "")))
+        else:
+            done = timed.batch(asked)
         write(out.with_suffix(f".round{number}"), done)
         number += 1
