@@ -100,7 +100,7 @@ for number in range(99):
 def test_engines_take_turns_batch_by_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three turns at batch 1, one at 4, two of first tokens, then the probe; an engine that ends has the rounds that are whole."""
+    """Three turns at batch 1, one at 4, two of first tokens, the probe; an engine that ends has its whole rounds."""
     for name, value in {"BATCHES": "1,4", "TURNS": "3,1", "FIRST_TOKENS": "2", "SECONDS": "40"}.items():
         monkeypatch.setenv(name, value)
     made = serve_bench.Run(tmp_path, ["eaglex", "eagle3", "none"])
