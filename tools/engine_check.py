@@ -8,10 +8,11 @@
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of
-it (default 300); GPU of the engines on one (0); PORT of the first (22000); WAIT_FOR, a file that is waited for
-before they serve; NO_HOST=1 leaves the comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases
-that it serves. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
+(default 300); GPU of the engines on one (0), PAIR_GPUS of those on two (0,1); REQUESTS, the first so many of each
+case's (all); PORT of the first (22000); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves the
+comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases that it serves. Exit status 1: something
+differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %; in the case "chain, acceptance" so is
 what it accepts at each position, and a case that is about retraction has some. Its drafts are not EAGLE3's bit by bit,
@@ -237,7 +238,7 @@ class Plan:
             result = file_of(self.out, name, lane)
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
-            devices = "0,1" if gpus_of(name) > 1 else GPU
+            devices = os.environ.get("PAIR_GPUS", "0,1") if gpus_of(name) > 1 else GPU
             self.served[name, lane] = Process(arguments, result, devices, PORT + 7 * number, environment)
 
     def left(self) -> float:

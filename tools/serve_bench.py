@@ -20,11 +20,11 @@ variable BEFORE, to compare two commits in one run.
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
 "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
-them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
-engine finds free for its weights and pool, ROUNDS (3) at most, TURNS (1) of each batch in a round (as many as BATCHES
-with commas, or one for all), FIRST_TOKENS (9) turns of a first token of each length in a round, SECONDS for all of it
-(300), EAGLEX_OPTIONS beside the drafter. The report is written after each round, so whole rounds are there however a
-run ends. Exit status 1: an engine is missing.
+them, or DEVICES, all of them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of
+the memory that an engine finds free for its weights and pool, ROUNDS (3) at most, TURNS (1) of each batch in a round
+(as many as BATCHES with commas, or one for all), NEW (300) tokens of each request, FIRST_TOKENS (9) turns of a first
+token of each length in a round, SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter. The report is written
+after each round, so whole rounds are there however a run ends. Exit status 1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -87,6 +87,7 @@ def process_of(name: str, out: Path, number: int) -> Process:
         environment["SERVE_PROBE_ENGINE"] = "eaglex"
     first = int(os.environ.get("GPU", "0"))
     devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")) + (name == "dedicated"))))
+    devices = os.environ.get("DEVICES") or devices
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
     if "," in devices:  # the host refuses to start where other engines hold unequal parts of the two
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"

@@ -177,6 +177,6 @@ def one(name: str, out: Path) -> None:
         elif asked == PROBE:
             done = timed.probed(Path(setting("SERVE_PROBE", "")))
         else:
-            done = timed.batch(asked)
+            done = timed.batch(asked, int(setting("NEW", str(NEW))))
         write(out.with_suffix(f".round{number}"), done)
         number += 1
