@@ -106,7 +106,7 @@ struct Int4Rows {
 // A pair of bf16: what one of digit 0 or 1 stands for. Where x is not finite, NaN.
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t kept_factor(std::uint32_t peak, int digit) {
   const std::uint32_t exponent = kept_exponent(peak);
-  return exponent == 255 ? 0x7FFF7FFFU : (exponent - 14 + 8 * static_cast<std::uint32_t>(digit)) * 0x00800080U;
+  return exponent >= 255 ? 0x7FFF7FFFU : (exponent - 14 + 8 * static_cast<std::uint32_t>(digit)) * 0x00800080U;
 }
 // Added to x in those units: the two lowest bytes of the float are the digits plus 128.
 inline constexpr float kKeptBias = 0x1.8p23F + 0x8080;
