@@ -118,7 +118,8 @@ TEST_CASE("configure: a single token's x is kept beside INT4, as much as any blo
         if (device.limits.compute_capability != 90) continue;
         require(config.kept_chunks > 0 && config.stages >= 8, what + ": kept, beside a deep ring");
         const SharedLayout at = shared_layout(problem, 1, 256, config.stages, config.kept_chunks);
-        require(at.x_sums - at.x == config.kept_chunks * 512 && at.x_squares - at.x_sums == config.kept_chunks * 4 * kKeptScaleBytes &&
+        require(at.x_sums - at.x == config.kept_chunks * 512 &&
+                    at.x_squares - at.x_sums == config.kept_chunks * 4 * kKeptScaleBytes &&
                     at.exchange - at.x_squares >= segments * config.chunks_per_segment * 4 && at.exchange == at.gamma,
                 what + ": x, its sums, its squares, and no gamma in the ring");
       }

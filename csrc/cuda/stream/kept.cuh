@@ -273,7 +273,8 @@ struct KeptMultiplier : PairedMultiplier<Weights, 1, kNormed> {
     const int first_of_group = this->k_block() / kGroupBlocks * kGroupBlocks;
     const int last = shape.k / kKBlock - (shape.chunks_per_segment - 1) * G::kKBlocks - first_of_group;
     const auto all = this->operands(shared, at);
-    const int digit = lane / 8 % 2;  // of column lane / 4; of the lane's own sums it is the one of columns lane % 4 * 2 ...
+    const int digit =
+        lane / 8 % 2;  // of column lane / 4; of the lane's own sums it is the one of columns lane % 4 * 2 ...
     const std::byte* const x_at = shared + at.x + digit * G::kChunkK + (this->k_block() / 2 ^ digit) * kKMultiple +
                                   lane % 4 * 16 + lane / 4 % 2 * 8;
     const std::byte* const scale_at = shared + at.x_sums + this->k_block() / 2 * kKeptScaleBytes + lane % 2 * 16;
