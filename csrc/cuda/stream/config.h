@@ -185,7 +185,7 @@ struct HeadOffers {
 // What a block that keeps x knows of 64 of its values (kept.cuh), for each of their two digits.
 inline constexpr int kKeptScaleBytes = 32;
 
-// Words that the blocks of a launch of one token exchange: per block its first tile, of which a word holds rows g and g + 8.
+// Words that the blocks of a launch of one token exchange: of each block's first tile, rows g and g + 8 in one.
 inline constexpr int kTileWords = kBlockRows / 2;
 [[nodiscard]] constexpr std::size_t word_count(const DeviceLimits& device) {
   return static_cast<std::size_t>(slots_of(device)) * kTileWords;

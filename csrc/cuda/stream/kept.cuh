@@ -2,9 +2,9 @@
 // cores, instead of beside every chunk of every tile.
 //
 // Caller: run_block and Consumer (gemm.cuh).    Bytes: x and gamma of the block's chunks once, from L2; with norms all x.
-// Mapping: a warp prepares one chunk at a time: x times gamma in whole numbers of 16 bits, which are two digits of 8 with
-// signs; digits are the columns of integer products (words.h), which take INT4's bytes nearly as they are stored. The sums of
-// squares are of all of x, for which a block needs nobody else.
+// Mapping: a warp prepares one chunk at a time: x times gamma as whole numbers of two digits of 8 bits, which are columns of
+// integer products (words.h), so that INT4's bytes are operands nearly as they are stored. The sums of squares are of
+// all of x, for which a block needs nobody else.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@
 
 namespace eaglex::stream {
 
-// What a piece of 64 k adds to a digit's products: all begin with -8 times the digits, in rows g + 8 with rows g in them
-// (words.h). They are whole numbers below 2^22, so behind kMagic's bits they are floats as they stand.
+// What the products of 64 k with one digit begin with: -8 times the digits' sum, in rows g + 8 with rows g among them
+// (words.h). Whole numbers below 2^22 behind kMagic's bits are floats as they stand.
 inline constexpr float kMagic = 0x1.8p23F;
 inline constexpr int kMagicBits = 0x4B400000;
 struct KeptScale {

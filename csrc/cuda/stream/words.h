@@ -86,15 +86,15 @@ struct Int4Rows {
   return word;
 }
 
-// Integer products of a single token: a byte of a word has numbers plus 8 of rows g and g + 8 for the same k, and a word
-// those of four. Rows g + 8 are multiplied with rows g in them, which are the sixteenth part, and lose them again by subtraction.
+// For products of whole numbers: each byte of a word has numbers plus 8 of rows g and g + 8 for one k. Rows g + 8 are
+// multiplied as they stand, with rows g in them, which they lose by subtraction and so are sixteenfold.
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_low(std::uint32_t word) {
   return word & 0x0F0F0F0FU;
 }
 
-// x beside them: whole numbers of two digits of -128..127, in units that follow from the largest absolute value of 256
-// inputs, given as the bits of a bf16. Of two powers of two above it and the rounding of its mantissa to 8 bits the
-// exponent makes sure that 32,639 = 127 · 256 + 127 is enough.
+// x beside them: whole numbers of two digits of -128..127 each, at most 127 · 257 = 32,639. Their unit is a power of two that
+// follows from the largest absolute value of those that share it, given as the bits of a bf16: the exponent of the next
+// larger one, since 1.9921875 · 2^14 would be one too many.
 [[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t kept_exponent(std::uint32_t peak) {
   const std::uint32_t exponent = (peak + 1) >> 7;
   return exponent < 40 ? 40 : exponent;  // far below any x that matters, and all that follows is finite
