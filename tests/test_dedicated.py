@@ -7,12 +7,16 @@ import time
 
 import hf_pair
 import pytest
+import torch
 from rank_processes import Ranks
 
-from eaglex.bridge import Bridge
+from eaglex.bridge import Bridge, Invitation, LinkOptions
 from eaglex.cli import main
+from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.drafter import Job
 from eaglex.hosts import dedicated
 from eaglex.hosts.dedicated import DedicatedSlots
+from eaglex.hosts.pair import Pair, PairSource
 
 SHAPE = ["--topk", "3", "--num-steps", "3"]
 ANSWER = 2.0  # seconds that the drafter has
@@ -170,6 +174,16 @@ def test_one_that_cannot_start_ends_all(pair, tmp_path):
     assert "eaglex drafter: error: group: expected" in ended[0].err
     assert "eaglex: error: dedicated drafter: expected it to join, got exit code 1" in ended[0].err
     assert "drafter: expected success on all ranks, got on rank 0: dedicated drafter" in ended[1].err
+
+
+def test_the_drafter_is_told_all_of_the_drafts_shape(pair):
+    speculation = SpeculationConfig(num_steps=4, topk=2, num_draft_tokens=9, stop_below=0.25)
+    both = Pair(PairSource(target=str(pair / "target"), draft=str(pair / "draft")))
+    plan = both._plan(speculation, LinkOptions(device="cpu"), torch.float32, None)
+    invitation = Invitation(address="here", identity=[1, 2], terms={})
+    job = Job.from_json(plan.job(invitation, EngineLimits(max_batch=3, max_rows=40, num_slots=4), 50))
+    assert job.speculation == speculation
+    assert (job.max_batch, job.max_rows, job.max_length) == (3, 40, 50)
 
 
 def test_what_it_cannot_do(pair, capsys, monkeypatch):

@@ -135,12 +135,8 @@ class Pair:
                 convention=None if source.convention is None else source.convention.value,
                 dtype=str(dtype).removeprefix("torch."),
                 device=drafter_device,
-                num_steps=speculation.num_steps,
-                topk=speculation.topk,
-                num_draft_tokens=speculation.num_draft_tokens,
-                max_batch=limits.max_batch,
-                max_rows=limits.max_rows,
                 max_length=max_length,
+                **Job.shape(speculation, limits),
             ).to_json()
 
         return DedicatedPlan(job=job, options=options, device=drafter_device)
