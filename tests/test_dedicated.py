@@ -1,5 +1,6 @@
 """A dedicated drafter under `eaglex generate`: whatever becomes of it, all ranks emit the target's own tokens."""
 
+import argparse
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import pytest
 import torch
 from rank_processes import Ranks
 
+from eaglex import generate
 from eaglex.bridge import Bridge, Invitation, LinkOptions
 from eaglex.cli import main
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.drafter import Job
+from eaglex.errors import ConfigError, EaglexError
 from eaglex.hosts import dedicated
 from eaglex.hosts.dedicated import DedicatedSlots
 from eaglex.hosts.pair import Pair, PairSource
@@ -186,10 +189,19 @@ def test_the_drafter_is_told_all_of_the_drafts_shape(pair):
     assert (job.max_batch, job.max_rows, job.max_length) == (3, 40, 50)
 
 
+@pytest.mark.parametrize("field", ["quant", "hot_vocab", "convention"])
+def test_a_word_in_the_place_of_a_value_is_refused(field):
+    with pytest.raises(ConfigError, match=f"^{field}: expected .* or None, got 'fp8'$"):
+        PairSource(target="a", draft="b", **{field: "fp8"})
+
+
 def test_what_it_cannot_do(pair, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main(arguments(pair, "--placement", "dedicated")) == 1
     assert "placement: expected rank0 without torchrun, got dedicated" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
+    for device in ("banana", "cuda:64"):
+        with pytest.raises(EaglexError, match=rf"^drafter_device: expected .*, got {device}$"):
+            generate._check_dedicated(argparse.Namespace(drafter_device=device), SpeculationConfig(num_steps=1))
     assert main(arguments(pair, "--placement", "dedicated")) == 1
     assert "torchrun: expected to reach its store" in capsys.readouterr().err
