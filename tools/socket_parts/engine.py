@@ -121,10 +121,11 @@ def broadcast(engine: Any, name: str, tensor: Any) -> Any:
     from sglang.srt.utils import init_custom_process_group
 
     port, group = int(os.environ["SOCKET_PORT"]) + 3, "weights"
+    size = 1 + engine.server_args.tp_size  # the host's ranks come behind this one
     with concurrent.futures.ThreadPoolExecutor(1) as others:
-        joined = others.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, 2, group, "gloo")
+        joined = others.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, size, group, "gloo")
         mine = init_custom_process_group(
-            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name=group
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=size, rank=0, group_name=group
         )
         done = joined.result(60)
         if not done[0]:
