@@ -23,6 +23,16 @@ using stream::kMaxTokens;
 
 constexpr int kOldest = 90;  // bulk copies and programmatic dependent launch
 
+bool wants_early() {
+  const char* const early = std::getenv("EAGLEX_EARLY");
+  return early == nullptr || std::strcmp(early, "0") != 0;
+}
+
+int number_of(const char* variable, int otherwise) {
+  const char* const set = std::getenv(variable);
+  return set == nullptr ? otherwise : std::atoi(set);
+}
+
 bool wants_plain() {
   const char* const chain = std::getenv("EAGLEX_CHAIN");
   if (chain == nullptr || std::strcmp(chain, "fast") == 0) return false;
@@ -104,6 +114,26 @@ class StreamChain final : public FastChain {
 
   [[nodiscard]] LiveRows live_rows() const noexcept override { return live_; }
 
+  [[nodiscard]] std::size_t token_bytes() const override {
+    const DraftConfig& config = context_.config;
+    const bool steps = context_.speculation.num_steps > 1 && context_.speculation.topk <= kMaxTokens;
+    if (!steps) return 0;
+    const std::size_t bytes = static_cast<std::size_t>(config.draft_vocab_size) *
+                              static_cast<std::size_t>(stream::token_product_width(config)) * sizeof(__nv_bfloat16);
+    return static_cast<std::int64_t>(bytes) <= context_.limits.token_table_bytes ? bytes : 0;
+  }
+
+  void know_tokens(const DraftedTokens& tokens, void* memory) override {
+    DraftedTokens known = tokens;
+    known.qkv = tiled(tokens.qkv);
+    auto* const products = static_cast<__nv_bfloat16*>(memory);
+    stream::StreamPlan plan = plan_;
+    plan.pdl = false;  // on the default stream
+    stream::launch_token_products(plan, known, context_.config, products, nullptr);
+    stream::check(cudaStreamSynchronize(nullptr), "token products");
+    plan_.token_products = products;
+  }
+
   // With one layer a prompt is fc and the projections of K and V; the rest sees one row per request.
   [[nodiscard]] bool reads_original(const void* matrix) const override {
     const bool frontier_fits = context_.limits.max_batch * context_.speculation.topk <= kMaxTokens;
@@ -176,6 +206,9 @@ class StreamChain final : public FastChain {
       // Its own flag is raised by the kernel before it; that of the step before says early that nobody drafts.
       plan.needed_late = plan.needed;
       plan.needed = plan_.drafting + params.rows.step - 1;
+      plan.hidden_is_there =
+          context_.speculation.topk == 1 && context_.config.next_hidden != NextHidden::kNormed && wants_early();
+      plan.spare_slots = number_of("EAGLEX_SPARE_QKV", 0);
     }
     stream::launch_qkv(plan, launch, context_, batch_, to);
     return true;
@@ -186,6 +219,7 @@ class StreamChain final : public FastChain {
     stream::StreamPlan plan = plan_for(params.rows);
     plan.last_queries = last_queries_ && params.rows.pass == Pass::kExtendLast;
     stream::launch_attention(plan, params, context_, batch_, to);
+    behind_attention_ = true;
     return true;
   }
 
@@ -193,7 +227,9 @@ class StreamChain final : public FastChain {
     if (!takes(params.rows)) return false;
     ProjectionParams launch = params;
     launch.weight = tiled(params.weight);
-    stream::launch_projection(plan_for(params.rows), launch, to);
+    stream::StreamPlan plan = plan_for(params.rows);
+    if (std::exchange(behind_attention_, false)) plan.spare_slots = number_of("EAGLEX_SPARE_O", 0);
+    stream::launch_projection(plan, launch, to);
     return true;
   }
 
@@ -296,6 +332,7 @@ class StreamChain final : public FastChain {
   bool last_queries_ = false;       // it has
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
   bool releases_ = false;
+  bool behind_attention_ = false;
   bool lost_ = false;  // a wait was in vain, and nobody has been told
 };
 

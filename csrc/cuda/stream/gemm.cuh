@@ -59,9 +59,12 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
     if (threadIdx.x < kConsumerThreads) Step::template begin<kTokenTiles>(shared_ + at_.state);
   }
 
-  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh).
-  __device__ void run_kept(const std::int32_t broken) {
+  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh). `producers` waits, behind the
+  // products of the first piece, for the kernels before, where that has not been done; words are none of ours until then.
+  template <class Producers>
+  __device__ void run_kept(std::int32_t broken, Producers producers) {
     RingPosition at(kConsumer);
+    bool waits_for_producers = Producers::kRunning;
     for (int unit = first_, tile = tile_; unit < last_; ++tile) {
       const int begin = tile * per_tile_;
       const int piece_begin = unit;
@@ -69,7 +72,7 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
       const bool whole = piece_begin == begin && piece_end == begin + per_tile_;
       const int others =
           !whole && piece_begin == begin && this->waits_ ? this->last_sharer_ - static_cast<int>(blockIdx.x) : 0;
-      const std::uint64_t word = this->early_word(tile, others);
+      const std::uint64_t word = this->early_word(tile, waits_for_producers ? 0 : others);
       float acc[1][4] = {};
       for (int segment = segment_of(unit - begin); unit < piece_end; ++segment) {
         const int end = min(piece_end, begin + (segment + 1) * shape_.chunks_per_segment);
@@ -80,12 +83,17 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
         unit = end;
       }
       acc[0][1] = acc[0][0], acc[0][3] = acc[0][2];
+      if constexpr (Producers::kRunning) {
+        if (waits_for_producers && !producers(broken)) return drain(unit, at);
+        waits_for_producers = false;
+      }
       if (!whole && !this->waits_) {
         if (!this->complete(tile, 0, piece_begin, piece_end, typename Base::Early{}, acc)) continue;
       } else if (piece_begin != begin) {
         this->publish_words(tile, acc);
         continue;
       } else if (!whole) {
+        mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there
         Step::template touch_inputs<1>(params_, this->view_of(tile));
         if (role_.half == 0) this->add_words(tile, others, word, broken, acc);
       }
@@ -94,17 +102,22 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
     Step::template end<1>(params_, role_, shape_.tokens, shared_ + at_.state);
   }
 
-  __device__ void run() {
+  // `producers` as in run_kept; counters are none of ours either until then.
+  template <class Producers>
+  __device__ void run(Producers producers) {
     const int first = first_;
     const int last = last_;
     RingPosition at(kConsumer);
+    bool waits_for_producers = Producers::kRunning;
     for (int unit = first, tile = tile_; unit < last; ++tile) {
       if (Weights::kRowScales && role_.half == 0 && role_.lane == 0) touch(row_scales(tile));
       const int piece_begin = unit;
       const int piece_end = min(last, (tile + 1) * per_tile_);
       float acc[kTokenTiles][4];
       typename Base::Early early;
-      if constexpr (kEarlyParts > 0) this->look_for_parts(tile, piece_begin, piece_end, early);
+      if constexpr (kEarlyParts > 0) {
+        if (!waits_for_producers) this->look_for_parts(tile, piece_begin, piece_end, early);
+      }
       int segment;
       while (true) {
         segment = segment_of(unit - tile * per_tile_);
@@ -114,6 +127,11 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
         if (unit == piece_end) break;
         this->publish(this->slot(blockIdx.x, tile, segment),
                       acc);  // another segment follows: its sums have another 1/rms
+      }
+      if constexpr (Producers::kRunning) {
+        std::int32_t broken = 0;
+        if (waits_for_producers && !producers(broken)) return drain(unit, at);
+        waits_for_producers = false;
       }
       if (kSliced && this->sliced() && !whole(tile, first, last)) {
         this->hand_over(tile, segment, acc);
@@ -128,6 +146,17 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
   }
 
  private:
+  // Lets what comes from `unit` on come and go, where nobody wants it any more.
+  __device__ void drain(int unit, RingPosition at) {
+    int team = 0;
+    if constexpr (kPaired) team = Multiply{role_.lane, role_.warp, shape_.tokens}.team();
+    for (; unit < last_; ++unit, at.next(ring_)) {
+      mbar_wait(ring_.landed + 8 * at.stage, at.phase);
+      if constexpr (!Weights::kKeepsX) mbar_wait(ring_.full + 8 * at.stage, at.phase);
+      if (role_.lane == 0 && (unit - team) % Multiply::kTeams == 0) mbar_arrive(ring_.empty + 8 * at.stage);
+    }
+  }
+
   __device__ __forceinline__ int segment_of(int chunk) const {
     if (shape_.segments == 1) return 0;
     return chunk / shape_.chunks_per_segment;
@@ -285,6 +314,83 @@ __device__ __forceinline__ void begin_barrier() {
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 
+// Where the kernels before are done.
+struct ProducersDone {
+  static constexpr bool kRunning = false;
+};
+
+// All but the warp of the weights are at the wait for the kernels before, which would hold that up as well.
+__device__ __forceinline__ void early_barrier() {
+  __syncwarp();
+  asm volatile("bar.sync 3, %0;" ::"n"(kThreads - 32) : "memory");
+}
+
+struct ProducersRunning {
+  static constexpr bool kRunning = true;
+  const GemmShape& shape;
+  // Waits; false where nobody wants the result.
+  __device__ __forceinline__ bool operator()(std::int32_t& broken) const {
+    early_barrier();
+    wait_for_producers();
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
+    return !is_idle(shape.needed_late);
+  }
+};
+
+// GemmShape::x_is_there: the block multiplies its first piece before it waits. The warp of the weights never does.
+template <class Weights, int kTokenTiles, class Step>
+__device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLayout& at,
+                                          const typename Step::Params& params, const Ring& ring, std::byte* shared,
+                                          int issued, auto& kept, Consumer<Weights, kTokenTiles, Step>& consumer) {
+  using G = Geometry<Weights, kTokenTiles>;
+  constexpr bool kStreams = !Weights::kKeepsX;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int first = shape.split.first(blockIdx.x);
+  const int last = shape.split.first(blockIdx.x + 1);
+  if (warp == kConsumerWarps) {
+    if (lane == 0) produce_weights<Weights, kTokenTiles, Step::kNormed && kStreams>(shape, ring, issued, first, last);
+    return;
+  }
+  if (warp < kConsumerWarps) {
+    if constexpr (kStreams) {
+      consumer.run(ProducersRunning{shape});
+    } else {
+      const bf16* row = Step::early_source(params, 0);
+      kept.keep(at, shared, &row);
+      consumer.run_kept(0, ProducersRunning{shape});
+    }
+    return;
+  }
+  auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
+  const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
+  const auto locate = [&] {
+    for (int token = lane; token < shape.tokens; token += 32)
+      Step::locate(params, token, sources + token, G::kTokens, rows + token);
+    __syncwarp();
+  };
+  locate();  // brings code and pages into the caches
+  const int per_tile = shape.segments * shape.chunks_per_segment;
+  const int piece = min(last, (first / per_tile + 1) * per_tile);
+  RingPosition position(kProducer);
+  if constexpr (kStreams) {
+    for (int token = lane; token < shape.tokens; token += 32) sources[token] = Step::early_source(params, token);
+    __syncwarp();
+    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, piece, position);
+  }
+  early_barrier();
+  wait_for_producers();
+  if (shape.release == Release::kAfterWait) release_dependents();
+  const bool idle = is_idle(shape.needed_late);
+  if (!idle) {
+    locate();
+    if (lane == 0) mbar_arrive(ring.empty + 8 * ring.stages);
+  }
+  if constexpr (kStreams) produce_activations<Weights, kTokenTiles>(shape, ring, sources, piece, last, position);
+  if (!idle) Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 template <class Weights, int kTokenTiles, class Step>
 __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params) {
@@ -330,6 +436,9 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   std::conditional_t<Weights::kKeepsX, KeptInputs<Weights, Step::kNormed>, StreamedInputs> kept(shape, first, last);
   Consumer<Weights, kTokenTiles, Step> consumer(shape, params, ring, shared, at);
   consumer.prepare();
+  if constexpr (Step::kMayBeEarly && kTokenTiles == 1) {
+    if (shape.x_is_there) return run_early<Weights, kTokenTiles, Step>(shape, at, params, ring, shared, issued, kept, consumer);
+  }
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.
 #pragma unroll 1
@@ -350,7 +459,10 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     if (idle) return;
     if (!kAllLocate && lane == 0) mbar_arrive(rows_ready);
     if (kAllLocate) mbar_wait(rows_ready, 0);
-    if constexpr (!Weights::kKeepsX) produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
+    if constexpr (!Weights::kKeepsX) {
+      RingPosition position(kProducer);
+      produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last, position);
+    }
     Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
     asm volatile("cp.async.wait_all;" ::: "memory");
     return;
@@ -379,8 +491,8 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
       kept.keep(at, shared, sources);
     }
   }
-  if constexpr (Weights::kKeepsX) consumer.run_kept(broken);
-  if constexpr (!Weights::kKeepsX) consumer.run();
+  if constexpr (Weights::kKeepsX) consumer.run_kept(broken, ProducersDone{});
+  if constexpr (!Weights::kKeepsX) consumer.run(ProducersDone{});
 }
 
 // More than 64 tokens leave no room for a second block on the SM, and only wgmma has use for them.

@@ -35,6 +35,7 @@ struct RescoreArgs : HeadEnd {
   const bf16* rows_as_stored;
   int row_units;               // between their beginnings
   const bf16* next_embedding;  // [V, H]: of each that is scored again the row is fetched; null: unknown, or not needed
+  const bf16* next_products;   // [Vd, token_product_width()], in its place
 };
 
 // Offsets into shared memory.
@@ -324,7 +325,7 @@ __device__ __forceinline__ void conclude(const RescoreArgs& args, int row, const
   const std::uint32_t winners = __ballot_sync(0xFFFFFFFF, rescored.key != 0 && rescored.place == 0);
   const int winner = winners == 0 ? 0 : __ffs(winners) - 1;
   const float score = __shfl_sync(0xFFFFFFFF, value_of(rescored.key), winner);
-  const Found found{lane.index, static_cast<LaneStatus>(lane.status), __shfl_sync(0xFFFFFFFF, token, winner),
+  const Found found{lane.index, static_cast<LaneStatus>(lane.status), __shfl_sync(0xFFFFFFFF, token, winner), 0,
                     fminf(0.0F, score - rescored.log_sum), lane.score_before};
   const bool done = finite && advance_chain(args, found);
   if (!done && thread == 0) select(args, lane.index);
@@ -345,10 +346,18 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
   const int share = share_of(config.hidden_size, args.ranks);
   const int begin = rank * share;
   const int end = min(config.hidden_size / kUnit, begin + share);
+  // Raised, if at all, before this pass's qkv.
+  const bool idle = is_idle(args.needed);
   // Of the head's norm, which no kernel writes.
   for (int unit = begin + static_cast<int>(threadIdx.x); unit < end; unit += kEndThreads)
     cp_async_16(shared_address(shared) + (share + unit - begin) * 16, args.norm + unit * kUnit);
   wait_for_producers();
+  if (idle) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    const int first_lane = row / (args.rows.pass == Pass::kExtendLast ? 1 : args.context.speculation.topk);
+    if (args.selects && rank == 0 && threadIdx.x == 0 && first_lane < __ldcg(&args.batch->batch)) select(args, first_lane);
+    return;
+  }
   // All reads in one trip, wanted or not.
   Keys keys;
   load_offers(args, row, warp * kOffersAtOnce, keys);
@@ -358,11 +367,6 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
   const int block = rank * kEndThreads + static_cast<int>(threadIdx.x);
   const float2 first_stats = stats_of(args, row, block);
   const Lane lane_of = lane_of_row(args, row);
-  if (is_idle(args.needed)) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    if (args.selects && rank == 0 && threadIdx.x == 0 && lane_of.inside) select(args, lane_of.index);
-    return;
-  }
   const RescoreLayout at = rescore_layout(share, args.ranks, args.num, args.capacity);
   const auto space_of = [&](int which) {
     std::byte* const begin = shared + at.warps + which * at.warp_bytes;
@@ -406,13 +410,14 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
       const std::uint32_t to = shared_address(shared) + at.stats + (rank * kWarps + warp) * 8;
       if (lane < 2) store_in(0, to + lane * 4, lane == 0 ? maximum : sum);
     }
-    if (first == 0 && args.next_embedding != nullptr) {  // qkv of the next step will read one of them
-      constexpr int kLine = 64;                          // elements of 128 bytes
+    if (first == 0 && args.next_products != nullptr) {  // qkv of the next step will read one of them
+      for (int c = rank; c < args.num; c += args.ranks)
+        fetch_row(args.next_products, id_at(c), token_product_width(config));
+    } else if (first == 0 && args.next_embedding != nullptr) {
       for (int c = rank; c < args.num; c += args.ranks) {
         std::int64_t next = __shfl_sync(0xFFFFFFFF, token, c);
         if (next < 0 || next >= config.vocab_size) next = 0;
-        const bf16* const embedding = args.next_embedding + next * config.hidden_size;
-        for (int i = lane * kLine; i < config.hidden_size; i += 32 * kLine) touch_l2(embedding + i);
+        fetch_row(args.next_embedding, next, config.hidden_size);
       }
     }
     Dots dots;
@@ -484,7 +489,8 @@ void launch_head_rescore(const StreamPlan& plan, const HeadParams& params, int b
   args.rows_as_stored = params.rescore_rows.as<const bf16>();
   args.row_units = static_cast<int>(row_stride / kUnit);
   if (select != nullptr && select->draft_step + 1 < context.speculation.num_steps)
-    args.next_embedding = std::exchange(args.embed_tokens, nullptr);
+    args.next_products = args.products, args.next_embedding = args.embed_tokens;
+  args.products = args.embed_tokens = nullptr;
   const int share = share_of(context.config.hidden_size, args.ranks);
   const int shared = rescore_layout(share, args.ranks, args.num, args.capacity).total;
   launch_clusters(plan, args.ranks, head_rescore, dim3(static_cast<unsigned>(params.rows.max_rows * args.ranks)),

@@ -37,6 +37,7 @@ struct GemmShape {
   int in_flight = kInFlight;
   std::uint64_t fill_ns = kFillNs;
   int segments = 1;
+  int stored_segments = 1;  // of the matrix; `tiles` is where the first of `segments` begins
   int tokens = 0;
   int first_row_tile = 0;
   int chunks_per_segment = 0;
@@ -48,6 +49,7 @@ struct GemmShape {
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row tiles], zero between launches
   Release release = Release::kAtOnce;
+  bool x_is_there = false;  // before the wait: what wrote it was done when the launch could begin (run_early)
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
   const std::int32_t* num_live = nullptr;     // null, or at most first_live there: no row of this launch counts
@@ -146,7 +148,7 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
   for (int block = 0; block < G::kRowBlocks; ++block) {
     const std::int64_t row_block =
         static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-    const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+    const std::byte* const from = shape.tiles + (row_block * shape.stored_segments + cursor.segment) * segment_bytes +
                                   k_block_bytes(Weights::kBits, k_block);
     bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
   }
@@ -211,7 +213,7 @@ __device__ __forceinline__ void land_ring(const Ring& ring, int count) {
 // in registers: with one warp for all copies of a chunk, a look-up per copy would be slower than the weights.
 template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
-                                    int last) {
+                                    int last, RingPosition& at) {
   using G = Geometry<Weights, kTokenTiles>;
   // Of 16 bytes, per token and pass; wgmma's panels come one by one.
   constexpr int kPieces = G::kWide ? kPanelK / 8 : G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;
@@ -229,7 +231,6 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
                                               : ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16);
   const bf16* rows[kCopies];
   int segment = -1;
-  RingPosition at(kProducer);
   Cursor cursor(shape, first);
   for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
     if (cursor.segment != segment) {

@@ -180,6 +180,7 @@ class TileSums {
         if (!mine) return false;
         in_registers = -1;
       } else {
+        mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there
         Step::template touch_inputs<kTokenTiles>(params_, view_of(tile));
         if (threadIdx.x == 0) *flag = wait_for(counter, last - first);
         consumer_barrier();
