@@ -59,12 +59,12 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
     if (threadIdx.x < kConsumerThreads) Step::template begin<kTokenTiles>(shared_ + at_.state);
   }
 
-  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh). `producers` waits, behind the
-  // products of the first piece, for the kernels before, where that has not been done; words are none of ours until then.
+  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh). `producers` waits for the kernels
+  // before, where that has not been done: in front of the first epilogue, or of sums whose place is every launch's.
   template <class Producers>
   __device__ void run_kept(std::int32_t broken, Producers producers) {
     RingPosition at(kConsumer);
-    bool waits_for_producers = Producers::kRunning;
+    begin_waiting(Producers::kRunning);
     for (int unit = first_, tile = tile_; unit < last_; ++tile) {
       const int begin = tile * per_tile_;
       const int piece_begin = unit;
@@ -72,7 +72,7 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
       const bool whole = piece_begin == begin && piece_end == begin + per_tile_;
       const int others =
           !whole && piece_begin == begin && this->waits_ ? this->last_sharer_ - static_cast<int>(blockIdx.x) : 0;
-      const std::uint64_t word = this->early_word(tile, waits_for_producers ? 0 : others);
+      const std::uint64_t word = this->early_word(tile, others);
       float acc[1][4] = {};
       for (int segment = segment_of(unit - begin); unit < piece_end; ++segment) {
         const int end = min(piece_end, begin + (segment + 1) * shape_.chunks_per_segment);
@@ -83,41 +83,37 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
         unit = end;
       }
       acc[0][1] = acc[0][0], acc[0][3] = acc[0][2];
-      if constexpr (Producers::kRunning) {
-        if (waits_for_producers && !producers(broken)) return drain(unit, at);
-        waits_for_producers = false;
-      }
       if (!whole && !this->waits_) {
+        wait_once(producers);
         if (!this->complete(tile, 0, piece_begin, piece_end, typename Base::Early{}, acc)) continue;
       } else if (piece_begin != begin) {
         this->publish_words(tile, acc);
         continue;
       } else if (!whole) {
-        mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there
-        Step::template touch_inputs<1>(params_, this->view_of(tile));
+        this->touch_inputs(tile);
         if (role_.half == 0) this->add_words(tile, others, word, broken, acc);
       }
-      epilogue(this->view_of(tile), acc);
+      wait_once(producers);
+      if (this->rows_known_) epilogue(this->view_of(tile), acc);
     }
+    wait_once(producers);
     Step::template end<1>(params_, role_, shape_.tokens, shared_ + at_.state);
   }
 
-  // `producers` as in run_kept; counters are none of ours either until then.
+  // `producers` as in run_kept.
   template <class Producers>
   __device__ void run(Producers producers) {
     const int first = first_;
     const int last = last_;
     RingPosition at(kConsumer);
-    bool waits_for_producers = Producers::kRunning;
+    begin_waiting(Producers::kRunning);
     for (int unit = first, tile = tile_; unit < last; ++tile) {
       if (Weights::kRowScales && role_.half == 0 && role_.lane == 0) touch(row_scales(tile));
       const int piece_begin = unit;
       const int piece_end = min(last, (tile + 1) * per_tile_);
       float acc[kTokenTiles][4];
       typename Base::Early early;
-      if constexpr (kEarlyParts > 0) {
-        if (!waits_for_producers) this->look_for_parts(tile, piece_begin, piece_end, early);
-      }
+      if constexpr (kEarlyParts > 0) this->look_for_parts(tile, piece_begin, piece_end, early);
       int segment;
       while (true) {
         segment = segment_of(unit - tile * per_tile_);
@@ -128,32 +124,38 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
         this->publish(this->slot(blockIdx.x, tile, segment),
                       acc);  // another segment follows: its sums have another 1/rms
       }
-      if constexpr (Producers::kRunning) {
-        std::int32_t broken = 0;
-        if (waits_for_producers && !producers(broken)) return drain(unit, at);
-        waits_for_producers = false;
-      }
+      if (!this->waits_) wait_once(producers);
       if (kSliced && this->sliced() && !whole(tile, first, last)) {
         this->hand_over(tile, segment, acc);
       } else if (this->complete(tile, segment, piece_begin, piece_end, early, acc)) {
-        epilogue(this->view_of(tile), acc);
+        wait_once(producers);
+        if (this->rows_known_) epilogue(this->view_of(tile), acc);
       }
     }
     if constexpr (kSliced) {
       if (this->sliced()) sum_slices(first, last);
     }
+    wait_once(producers);
     Step::template end<kTokenTiles>(params_, role_, shape_.tokens, shared_ + at_.state);
   }
 
+  // Behind which unit the consumers of run_early wait for the kernels before.
+  [[nodiscard]] __device__ int unit_of_wait() const {
+    const int end = (tile_ + 1) * per_tile_;
+    return min(last_, !this->waits_ || first_ == tile_ * per_tile_ ? end : end + per_tile_);
+  }
+
  private:
-  // Lets what comes from `unit` on come and go, where nobody wants it any more.
-  __device__ void drain(int unit, RingPosition at) {
-    int team = 0;
-    if constexpr (kPaired) team = Multiply{role_.lane, role_.warp, shape_.tokens}.team();
-    for (; unit < last_; ++unit, at.next(ring_)) {
-      mbar_wait(ring_.landed + 8 * at.stage, at.phase);
-      if constexpr (!Weights::kKeepsX) mbar_wait(ring_.full + 8 * at.stage, at.phase);
-      if (role_.lane == 0 && (unit - team) % Multiply::kTeams == 0) mbar_arrive(ring_.empty + 8 * at.stage);
+  __device__ __forceinline__ void begin_waiting(bool running) {
+    if (running) this->waits_for_producers_ = true, this->rows_known_ = false;
+  }
+  // Waits for the kernels before, where that has not been done.
+  template <class Producers>
+  __device__ __forceinline__ void wait_once(const Producers& producers) {
+    if constexpr (Producers::kRunning) {
+      if (!this->waits_for_producers_) return;
+      this->waits_for_producers_ = false;
+      this->rows_known_ = producers();
     }
   }
 
@@ -329,15 +331,15 @@ struct ProducersRunning {
   static constexpr bool kRunning = true;
   const GemmShape& shape;
   // Waits; false where nobody wants the result.
-  __device__ __forceinline__ bool operator()(std::int32_t& broken) const {
+  __device__ __forceinline__ bool operator()() const {
     early_barrier();
     wait_for_producers();
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
     return !is_idle(shape.needed_late);
   }
 };
 
-// GemmShape::x_is_there: the block multiplies its first piece before it waits. The warp of the weights never does.
+// GemmShape::x_is_there: the block waits only when it has a tile's sums, or has handed over all that it has for others:
+// words, counters and sums are this launch's own. The warp of the weights never waits.
 template <class Weights, int kTokenTiles, class Step>
 __device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params, const Ring& ring, std::byte* shared,
@@ -358,7 +360,9 @@ __device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLa
     } else {
       const bf16* row = Step::early_source(params, 0);
       kept.keep(at, shared, &row);
-      consumer.run_kept(0, ProducersRunning{shape});
+      std::int32_t broken;
+      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
+      consumer.run_kept(broken, ProducersRunning{shape});
     }
     return;
   }
@@ -370,13 +374,12 @@ __device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLa
     __syncwarp();
   };
   locate();  // brings code and pages into the caches
-  const int per_tile = shape.segments * shape.chunks_per_segment;
-  const int piece = min(last, (first / per_tile + 1) * per_tile);
+  const int before = consumer.unit_of_wait();
   RingPosition position(kProducer);
   if constexpr (kStreams) {
     for (int token = lane; token < shape.tokens; token += 32) sources[token] = Step::early_source(params, token);
     __syncwarp();
-    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, piece, position);
+    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, before, position);
   }
   early_barrier();
   wait_for_producers();
@@ -386,7 +389,7 @@ __device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLa
     locate();
     if (lane == 0) mbar_arrive(ring.empty + 8 * ring.stages);
   }
-  if constexpr (kStreams) produce_activations<Weights, kTokenTiles>(shape, ring, sources, piece, last, position);
+  if constexpr (kStreams) produce_activations<Weights, kTokenTiles>(shape, ring, sources, before, last, position);
   if (!idle) Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -65,6 +65,15 @@ std::size_t most_partial_bytes(const DeviceLimits& device, const StreamNeeds& ne
   return std::max(partial_bytes(largest, needs.max_segments), partial_bytes(wide, needs.max_segments));
 }
 
+// Of launches of up to 8 tokens, one segment.
+std::size_t most_early_partial_bytes(const DeviceLimits& device) {
+  GemmConfig largest;
+  largest.tile_rows = tile_rows_for(1);
+  largest.token_tiles = 1;
+  largest.grid = slots_of(device);
+  return partial_bytes(largest, 1);
+}
+
 StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace& workspace) {
   StreamPlan plan;
   plan.device = device;
@@ -75,6 +84,9 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.never_wait = workspace.take<std::int32_t>(1);
   plan.broken = workspace.take<std::int32_t>(1);
   plan.words = workspace.take<std::uint64_t>(word_count(device));
+  plan.early_words = workspace.take<std::uint64_t>(word_count(device));
+  plan.early_counters = workspace.take<std::uint32_t>(static_cast<std::size_t>(num_counters(needs)));
+  plan.early_partials = workspace.take<std::byte>(most_early_partial_bytes(device));
   plan.failed = workspace.take<std::uint32_t>(1);
   plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
@@ -129,7 +141,8 @@ std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs
 StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace) {
   Workspace memory(workspace);
   StreamPlan plan = carve(device, needs, memory);
-  check(cudaMemset(plan.words, 0xFF, word_count(device) * sizeof(std::uint64_t)), "words");
+  for (std::uint64_t* const words : {plan.words, plan.early_words})
+    check(cudaMemset(words, 0xFF, word_count(device) * sizeof(std::uint64_t)), "words");
   constexpr std::uint16_t kOne = 0x3F80;  // in bf16
   const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
   check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");

@@ -9,6 +9,8 @@
 namespace eaglex::stream {
 namespace {
 
+constexpr int kEarlyTokens = 8;  // as run_early is compiled for
+
 struct DraftedQkvStep : QkvStep {
   static constexpr bool kWideRows = false;
   static constexpr bool kMayBeEarly = true;
@@ -94,13 +96,17 @@ void launch_qkv_drafted(const StreamPlan& plan, const QkvParams& params, const E
   shape.eps = context.config.rms_norm_eps;
   shape.gamma[0] = step.hidden_norm;
   shape.release = Release::kAfterWait;
-  shape.x_is_there = plan.hidden_is_there && params.rows.max_rows <= 8;
+  shape.x_is_there = plan.hidden_is_there && params.rows.max_rows <= kEarlyTokens;
   shape.needed_late = plan.needed_late;
   const Tiles& tiles = tiles_of(params.qkv);
   GemmProblem problem =
       problem_of<DraftedQkvStep>(tiles, step.row_end, context.config.hidden_size, 1, params.rows.max_rows);
-  if (shape.x_is_there) problem.spare_slots = plan.spare_slots;
-  launch_gemm<DraftedQkvStep>(plan, tiles, problem, {0, 1, 2}, shape, step, stream);
+  StreamPlan own = plan;
+  if (shape.x_is_there) {
+    problem.spare_slots = plan.spare_slots;
+    own.partials = plan.early_partials, own.counters = plan.early_counters, own.words = plan.early_words;
+  }
+  launch_gemm<DraftedQkvStep>(own, tiles, problem, {0, 1, 2}, shape, step, stream);
 }
 
 }  // namespace eaglex::stream

@@ -66,6 +66,11 @@ struct StreamPlan {
   cuda::LiveRows live;
   const __nv_bfloat16* token_products = nullptr;  // [Vd, token_product_width()]; null: not known
   std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], where a head's best may be scored again
+  // Counters, partials and words of launches that hand over sums before they have waited for those before them
+  // (hidden_is_there).
+  std::byte* early_partials = nullptr;
+  std::uint32_t* early_counters = nullptr;
+  std::uint64_t* early_words = nullptr;
 };
 
 // Whether products of more than 16 rows are wgmma's there.
