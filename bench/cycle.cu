@@ -258,7 +258,8 @@ Options parse(int argc, char** argv) {
       options.commit = value;
     } else {
       fail(ErrorCode::kConfig,
-           "option: expected --shape, --batch, --precision, --head, --context, --max-context, --token-table, --repeats, ",
+           "option: expected --shape, --batch, --precision, --head, --context, --max-context, --token-table, "
+           "--repeats, ",
            "--json or --commit, got ", name);
     }
   }

@@ -140,8 +140,8 @@ class StreamChain final : public FastChain {
     return context_.config.num_layers > 1 || !frontier_fits || !only_skinny_.contains(matrix);
   }
 
-  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so far (they
-  // follow one another, on whatever streams) both are put right in the device's memory.
+  // Counters and words keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so
+  // far (they follow one another, on whatever streams) all of it is put right in the device's memory.
   void heal(cudaStream_t to) override {
     if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
     cudaStreamCaptureStatus capture{};
@@ -149,7 +149,12 @@ class StreamChain final : public FastChain {
     if (capture != cudaStreamCaptureStatusNone) return;
     const cuda::RelaxedCapture relaxed;
     const std::size_t counters = static_cast<std::size_t>(stream::num_counters(plan_.needs)) * sizeof(std::uint32_t);
-    stream::check(cudaMemsetAsync(plan_.counters, 0, counters, to), "clearing counters");
+    const std::size_t words = stream::word_count(plan_.device) * sizeof(std::uint64_t);
+    for (std::uint32_t* const of : {plan_.counters, plan_.early_counters})
+      stream::check(cudaMemsetAsync(of, 0, counters, to), "clearing counters");
+    for (std::uint64_t* const of : {plan_.words, plan_.early_words})
+      stream::check(cudaMemsetAsync(of, 0xFF, words, to), "clearing words");
+    stream::check(cudaMemsetAsync(plan_.broken, 0, sizeof(*plan_.broken), to), "clearing words");
     stream::check(cudaMemsetAsync(plan_.never_wait, 1, sizeof(*plan_.never_wait), to), "switching reductions");
     stream::check(cudaStreamSynchronize(to), "waiting for launches that are void");
     *static_cast<volatile std::uint32_t*>(plan_.failed) = 0;

@@ -6,12 +6,13 @@
 // strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
 // in a fixed order.
 // RMSNorm is folded in: gamma goes onto x (onto W by wgmma and where scales go there), the sum of squares comes from
-// the tensor cores (x xᵀ, its diagonal), 1/rms is applied to the sums, so nobody reads x twice and no kernel stands in
-// between.
+// the tensor cores (x xᵀ, its diagonal), 1/rms is applied to the sums, so no kernel stands in between and nobody reads x
+// twice; but where x is kept (kept.cuh) each block reads all of it.
 #pragma once
 
 #include <type_traits>
 
+#include "cuda/stream/early.cuh"
 #include "cuda/stream/kept.cuh"
 #include "cuda/stream/multiply.cuh"
 #include "cuda/stream/paired.cuh"
@@ -316,84 +317,6 @@ __device__ __forceinline__ void begin_barrier() {
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 
-// Where the kernels before are done.
-struct ProducersDone {
-  static constexpr bool kRunning = false;
-};
-
-// All but the warp of the weights are at the wait for the kernels before, which would hold that up as well.
-__device__ __forceinline__ void early_barrier() {
-  __syncwarp();
-  asm volatile("bar.sync 3, %0;" ::"n"(kThreads - 32) : "memory");
-}
-
-struct ProducersRunning {
-  static constexpr bool kRunning = true;
-  const GemmShape& shape;
-  // Waits; false where nobody wants the result.
-  __device__ __forceinline__ bool operator()() const {
-    early_barrier();
-    wait_for_producers();
-    return !is_idle(shape.needed_late);
-  }
-};
-
-// GemmShape::x_is_there: the block waits only when it has a tile's sums, or has handed over all that it has for others:
-// words, counters and sums are this launch's own. The warp of the weights never waits.
-template <class Weights, int kTokenTiles, class Step>
-__device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLayout& at,
-                                          const typename Step::Params& params, const Ring& ring, std::byte* shared,
-                                          int issued, auto& kept, Consumer<Weights, kTokenTiles, Step>& consumer) {
-  using G = Geometry<Weights, kTokenTiles>;
-  constexpr bool kStreams = !Weights::kKeepsX;
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int first = shape.split.first(blockIdx.x);
-  const int last = shape.split.first(blockIdx.x + 1);
-  if (warp == kConsumerWarps) {
-    if (lane == 0) produce_weights<Weights, kTokenTiles, Step::kNormed && kStreams>(shape, ring, issued, first, last);
-    return;
-  }
-  if (warp < kConsumerWarps) {
-    if constexpr (kStreams) {
-      consumer.run(ProducersRunning{shape});
-    } else {
-      const bf16* row = Step::early_source(params, 0);
-      kept.keep(at, shared, &row);
-      std::int32_t broken;
-      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
-      consumer.run_kept(broken, ProducersRunning{shape});
-    }
-    return;
-  }
-  auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
-  const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
-  const auto locate = [&] {
-    for (int token = lane; token < shape.tokens; token += 32)
-      Step::locate(params, token, sources + token, G::kTokens, rows + token);
-    __syncwarp();
-  };
-  locate();  // brings code and pages into the caches
-  const int before = consumer.unit_of_wait();
-  RingPosition position(kProducer);
-  if constexpr (kStreams) {
-    for (int token = lane; token < shape.tokens; token += 32) sources[token] = Step::early_source(params, token);
-    __syncwarp();
-    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, before, position);
-  }
-  early_barrier();
-  wait_for_producers();
-  if (shape.release == Release::kAfterWait) release_dependents();
-  const bool idle = is_idle(shape.needed_late);
-  if (!idle) {
-    locate();
-    if (lane == 0) mbar_arrive(ring.empty + 8 * ring.stages);
-  }
-  if constexpr (kStreams) produce_activations<Weights, kTokenTiles>(shape, ring, sources, before, last, position);
-  if (!idle) Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
 template <class Weights, int kTokenTiles, class Step>
 __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params) {
@@ -440,7 +363,8 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   Consumer<Weights, kTokenTiles, Step> consumer(shape, params, ring, shared, at);
   consumer.prepare();
   if constexpr (Step::kMayBeEarly && kTokenTiles == 1) {
-    if (shape.x_is_there) return run_early<Weights, kTokenTiles, Step>(shape, at, params, ring, shared, issued, kept, consumer);
+    if (shape.x_is_there)
+      return run_early<Weights, kTokenTiles, Step>(shape, at, params, ring, shared, issued, kept, consumer);
   }
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.

@@ -22,7 +22,7 @@ struct HeadEnd {
   std::int32_t* drafting;    // raised where the lane drafts in the next step
 };
 
-inline constexpr int kEndThreads = 64;  // with 64 registers each it fits an SM beside two blocks of a matrix
+inline constexpr int kEndThreads = 64;  // with 64 registers each head_merge fits an SM beside two blocks of bf16
 inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // Sum over the block, the same in every thread and every run.

@@ -203,9 +203,9 @@ struct PlainStep {
   struct RowInfo {};
   __device__ static bool rehearses(const auto&) { return false; }
   static constexpr int kStateBytes = 0;
-  static constexpr bool kSliced = false;    // blocks that share a tile may finish parts of it (scatter.cuh)
-  static constexpr bool kWideRows = false;  // launches of more than 64 rows come
-  static constexpr bool kLowBit = true;     // its matrix may be FP8 or INT4
+  static constexpr bool kSliced = false;      // blocks that share a tile may finish parts of it (scatter.cuh)
+  static constexpr bool kWideRows = false;    // launches of more than 64 rows come
+  static constexpr bool kLowBit = true;       // its matrix may be FP8 or INT4
   static constexpr bool kMayBeEarly = false;  // x may be there before the kernels that its blocks wait for are done
   static constexpr bool kAlwaysFull = false;  // no launch has fewer than 64 rows
   template <int kTokenTiles>

@@ -146,6 +146,7 @@ StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void*
   constexpr std::uint16_t kOne = 0x3F80;  // in bf16
   const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
   check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");
+  check(cudaStreamSynchronize(nullptr), "words and ones");  // the caller's streams need not wait for the default one
   plan.pdl = wants_pdl();
   plan.reduction = wanted_reduction();
   if (under_mps()) plan.reduction = Reduction::kLastArriver;

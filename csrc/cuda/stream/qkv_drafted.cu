@@ -52,7 +52,8 @@ struct DraftedQkvStep : QkvStep {
     *info = {{static_cast<float>(place.position), token, nullptr, nullptr}, params.products};
     if (!place.live) return;
     *source = params.hidden + (params.gather ? place.source : row) * context.config.hidden_size;
-    const auto inside = min(static_cast<std::uint32_t>(id), static_cast<std::uint32_t>(context.config.draft_vocab_size - 1));
+    const auto inside =
+        min(static_cast<std::uint32_t>(id), static_cast<std::uint32_t>(context.config.draft_vocab_size - 1));
     info->products += static_cast<std::int64_t>(inside) * params.width;
     find_kv(params, *params.batch, place, token, info);
   }

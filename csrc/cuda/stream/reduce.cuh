@@ -408,7 +408,7 @@ class TileSums {
   WarpRole role_;
   int last_sharer_ = 0;  // last block of the tile in which this one's range ends
   const int per_tile_;
-  const bool waits_;  // owners do; else whoever is last sums up
+  const bool waits_;                  // owners do; else whoever is last sums up
   bool waits_for_producers_ = false;  // the kernels before are not known to be done (run_early)
   bool rows_known_ = true;            // or will be soon; false: not yet, or nobody wants the result
 };

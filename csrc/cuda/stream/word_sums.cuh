@@ -44,7 +44,7 @@ class WordSums : public SlicedSums<Weights, kTokenTiles, Step> {
   __device__ __forceinline__ void add_words(int tile, int others, std::uint64_t word, std::int32_t broken,
                                             float (&acc)[1][4]) {
     const int q = role_.lane % 4;
-    bool valid = broken == 0;
+    bool valid = __all_sync(0xFFFFFFFF, broken == 0);  // another block may set it meanwhile
 #pragma unroll 1
     for (int base = 0; base < others; base += 4) {
       const bool mine = base + q < others;

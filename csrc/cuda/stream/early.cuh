@@ -1,0 +1,91 @@
+// A block whose x was there before the kernels that it waits for are done (GemmShape::x_is_there): it multiplies, hands
+// over and sums up first, and waits for them only in front of its first epilogue.
+//
+// Caller: run_block (gemm.cuh).    Bytes: as there.
+// Mapping: as there; words, counters and sums are this launch's own. The warp of the weights never waits for the kernels
+// before: that would hold it up with the rest.
+#pragma once
+
+#include "cuda/stream/pipeline.cuh"
+
+namespace eaglex::stream {
+
+// Where the kernels before are done.
+struct ProducersDone {
+  static constexpr bool kRunning = false;
+};
+
+// All but the warp of the weights are at the wait for the kernels before, which would hold that up as well.
+__device__ __forceinline__ void early_barrier() {
+  __syncwarp();
+  asm volatile("bar.sync 3, %0;" ::"n"(kThreads - 32) : "memory");
+}
+
+struct ProducersRunning {
+  static constexpr bool kRunning = true;
+  const GemmShape& shape;
+  // Waits; false where nobody wants the result.
+  __device__ __forceinline__ bool operator()() const {
+    early_barrier();
+    wait_for_producers();
+    return !is_idle(shape.needed_late);
+  }
+};
+
+// GemmShape::x_is_there: the block waits only when it has a tile's sums, or has handed over all that it has for others:
+// words, counters and sums are this launch's own. The warp of the weights never waits.
+template <class Weights, int kTokenTiles, class Step>
+__device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLayout& at,
+                                          const typename Step::Params& params, const Ring& ring, std::byte* shared,
+                                          int issued, auto& kept, auto& consumer) {
+  using G = Geometry<Weights, kTokenTiles>;
+  constexpr bool kStreams = !Weights::kKeepsX;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int first = shape.split.first(blockIdx.x);
+  const int last = shape.split.first(blockIdx.x + 1);
+  if (warp == kConsumerWarps) {
+    if (lane == 0) produce_weights<Weights, kTokenTiles, Step::kNormed && kStreams>(shape, ring, issued, first, last);
+    return;
+  }
+  if (warp < kConsumerWarps) {
+    if constexpr (kStreams) {
+      consumer.run(ProducersRunning{shape});
+    } else {
+      const bf16* row = Step::early_source(params, 0);
+      kept.keep(at, shared, &row);
+      std::int32_t broken;
+      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
+      consumer.run_kept(broken, ProducersRunning{shape});
+    }
+    return;
+  }
+  auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
+  const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
+  const auto locate = [&] {
+    for (int token = lane; token < shape.tokens; token += 32)
+      Step::locate(params, token, sources + token, G::kTokens, rows + token);
+    __syncwarp();
+  };
+  locate();  // brings code and pages into the caches
+  const int before = consumer.unit_of_wait();
+  RingPosition position(kProducer);
+  if constexpr (kStreams) {
+    for (int token = lane; token < shape.tokens; token += 32) sources[token] = Step::early_source(params, token);
+    __syncwarp();
+    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, before, position);
+  }
+  early_barrier();
+  wait_for_producers();
+  if (shape.release == Release::kAfterWait) release_dependents();
+  const bool idle = is_idle(shape.needed_late);
+  if (!idle) {
+    locate();
+    if (lane == 0) mbar_arrive(ring.empty + 8 * ring.stages);
+  }
+  if constexpr (kStreams) produce_activations<Weights, kTokenTiles>(shape, ring, sources, before, last, position);
+  if (!idle) Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+}  // namespace eaglex::stream
