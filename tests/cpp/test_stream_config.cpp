@@ -2,6 +2,8 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -116,7 +118,8 @@ TEST_CASE("configure: a single token's x is kept beside INT4, as much as any blo
         if (device.limits.compute_capability != 90) continue;
         require(config.kept_chunks > 0 && config.stages >= 8, what + ": kept, beside a deep ring");
         const SharedLayout at = shared_layout(problem, 1, 256, config.stages, config.kept_chunks);
-        require(at.x_sums - at.x == config.kept_chunks * 512 && at.x_squares - at.x_sums == config.kept_chunks * 16 &&
+        require(at.x_sums - at.x == config.kept_chunks * 512 &&
+                    at.x_squares - at.x_sums == config.kept_chunks * 4 * kKeptScaleBytes &&
                     at.exchange - at.x_squares >= segments * config.chunks_per_segment * 4 && at.exchange == at.gamma,
                 what + ": x, its sums, its squares, and no gamma in the ring");
       }
@@ -390,7 +393,56 @@ TEST_CASE("words: INT4 rows g and g + 8 joint, with the products of -8 that take
     require(units_of(kInt4BareOffset >> half & 0xFFFFU) == -8, "rows g");
     require(units_of(kInt4JointOffset >> half & 0xFFFFU) == -8 * 17, "rows g + 8 with them");
   }
-  require(kInt4BareEights == -8 * 0x1p-133F && kInt4JointEights == -8 * 17 * 0x1p-133F, "as floats");
+}
+
+TEST_CASE("words: INT4's bytes for whole-number products, of rows g alone and joint") {
+  const Int4Rows first{0x76543210U, 0x08F7A5C3U};
+  const Int4Rows second{0xFEDCBA98U, 0x5A3C96E1U};
+  for (int word_of = 0; word_of < 4; ++word_of) {
+    const std::uint32_t word = int4_word(first, second, word_of);
+    for (int byte = 0; byte < 4; ++byte) {  // numbers 2 · word_of and the next, of either block
+      const Int4Rows& rows = byte % 2 == 0 ? first : second;
+      const int at = 4 * (2 * word_of + byte / 2);
+      const auto low = rows.low >> at & 15U;
+      const auto high = rows.high >> at & 15U;
+      require((int4_low(word) >> (8 * byte) & 255U) == low, concat("word ", word_of, ", byte ", byte));
+      require((word >> (8 * byte) & 255U) == low + 16 * high, concat("word ", word_of, ", byte ", byte, ", joint"));
+    }
+  }
+}
+
+float bf16_of(std::uint32_t bits) {
+  return std::bit_cast<float>(bits << 16);
+}
+
+// x by its two digits, in the units of what it was made with.
+int whole_of(float x, float by) {
+  const auto bits = std::bit_cast<std::uint32_t>(std::fma(x, by, kKeptBias));
+  require(bits >> 16 == 0x4B40, concat("digits of ", x, " fit"));
+  const int low = static_cast<int>(bits & 255U) - 128;
+  const int high = static_cast<int>(bits >> 8 & 255U) - 128;
+  return 256 * high + low;
+}
+
+TEST_CASE("words: two digits hold x to half a unit, whose largest lies beside it") {
+  for (std::uint32_t peak = 0; peak < 0x7F7FU; ++peak) {
+    const auto by = std::bit_cast<float>(kept_multiplier_bits(peak));
+    const float low_unit = bf16_of(kept_factor(peak, 0) & 0xFFFFU);
+    require(kept_factor(peak, 0) >> 16 == (kept_factor(peak, 0) & 0xFFFFU), "a pair");
+    require(low_unit * by == 1 && bf16_of(kept_factor(peak, 1) & 0xFFFFU) == 256 * low_unit, concat("units of ", peak));
+    for (const std::uint32_t size : {peak, peak - peak / 300, peak / 2, peak > 1000 ? peak - 1000 : 0U, 0U}) {
+      for (const std::uint32_t sign : {0U, 0x8000U}) {
+        const float x = bf16_of(size | sign);
+        const float kept = static_cast<float>(whole_of(x, by)) * low_unit;
+        require(std::fabs(kept - x) <= low_unit / 2, concat(x, " is kept as ", kept));
+        if (size == peak && peak >= 40 * 128) require(kept == x, concat(x, " is exact, kept as ", kept));
+      }
+    }
+    if (peak >= 40 * 128) require(low_unit <= bf16_of(peak) * 0x1p-13F, concat("fine enough for ", peak));
+  }
+  for (const std::uint32_t peak : {0x7F80U, 0x7FC0U, 0x7FFFU}) {
+    for (const int digit : {0, 1}) require(std::isnan(bf16_of(kept_factor(peak, digit) & 0xFFFFU)), "not finite");
+  }
 }
 
 TEST_CASE("k_block_bytes: INT4's scales behind each group, the last one short") {

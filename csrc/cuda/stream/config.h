@@ -183,10 +183,13 @@ struct HeadOffers {
 // Bytes of the partial sums that the blocks of one launch exchange.
 [[nodiscard]] std::size_t partial_bytes(const GemmConfig& config, int segments);
 
-// Words that the blocks of a launch of one token exchange: per block two tiles, of which a word holds rows g and g + 8.
+// What a block that keeps x knows of 64 of its values (kept.cuh), for each of their two digits.
+inline constexpr int kKeptScaleBytes = 32;
+
+// Words that the blocks of a launch of one token exchange: of each block's first tile, rows g and g + 8 in one.
 inline constexpr int kTileWords = kBlockRows / 2;
 [[nodiscard]] constexpr std::size_t word_count(const DeviceLimits& device) {
-  return static_cast<std::size_t>(slots_of(device)) * 2 * kTileWords;
+  return static_cast<std::size_t>(slots_of(device)) * kTileWords;
 }
 
 // ---- shared between host and kernel
@@ -195,7 +198,7 @@ inline constexpr int kTileWords = kBlockRows / 2;
 struct SharedLayout {
   int x = 0;  // [stages][chunk_k / 32][tokens][32] 16-bit, or [stages][chunk_k / 64][8·token_tiles][64], swizzled, for
               // wgmma; with kept_chunks in the place of stages where x is kept, and its sums behind it
-  int x_sums = 0;     // x kept, INT4: [kept_chunks][chunk_k / 64] of float
+  int x_sums = 0;     // x kept, INT4: [kept_chunks][chunk_k / 64][2] of KeptScale
   int x_squares = 0;  // x kept, with norms: [segments][chunks of one] of float
   int gamma = 0;      // [stages][chunk_k] 16-bit, only with norms
   int exchange = 0;   // between the warps: halves of K, tiles of logits
@@ -233,7 +236,7 @@ struct SharedLayout {
   constexpr int kSwizzled = 1024;  // bytes of eight rows, where the swizzle begins anew
   at.x = align_up(stages * stage_bytes(p.weight_bits, token_tiles), wide ? kSwizzled : 16);
   at.x_sums = at.x + (kept_chunks > 0 ? kept_chunks : stages) * chunk_k * (wide ? tokens : p.tokens) * 2;
-  at.x_squares = at.x_sums + (p.weight_bits == 4 ? kept_chunks * (chunk_k / kKMultiple) * 4 : 0);
+  at.x_squares = at.x_sums + (p.weight_bits == 4 ? kept_chunks * (chunk_k / kKMultiple) * kKeptScaleBytes : 0);
   const int chunks = p.segments * ((p.k + chunk_k - 1) / chunk_k);
   at.gamma = at.x_squares + align_up(p.normed && kept_chunks > 0 ? chunks * 4 : 0, 16);
   at.exchange = at.gamma + (p.normed && kept_chunks == 0 ? stages * chunk_k * 2 : 0);

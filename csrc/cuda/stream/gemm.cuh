@@ -73,7 +73,7 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
       const bool whole = piece_begin == begin && piece_end == begin + per_tile_;
       const int others =
           !whole && piece_begin == begin && this->waits_ ? this->last_sharer_ - static_cast<int>(blockIdx.x) : 0;
-      const std::uint64_t word = this->early_word(tile, others);
+      const std::uint64_t word = this->early_word(others);
       float acc[1][4] = {};
       for (int segment = segment_of(unit - begin); unit < piece_end; ++segment) {
         const int end = min(piece_end, begin + (segment + 1) * shape_.chunks_per_segment);
@@ -88,11 +88,11 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
         wait_once(producers);
         if (!this->complete(tile, 0, piece_begin, piece_end, typename Base::Early{}, acc)) continue;
       } else if (piece_begin != begin) {
-        this->publish_words(tile, acc);
+        this->publish_words(acc);
         continue;
       } else if (!whole) {
         this->touch_inputs(tile);
-        if (role_.half == 0) this->add_words(tile, others, word, broken, acc);
+        if (role_.half == 0) this->add_words(others, word, broken, acc);
       }
       wait_once(producers);
       if (this->rows_known_) epilogue(this->view_of(tile), acc);

@@ -22,8 +22,8 @@ struct PairedMultiplier {
   // Operands are far below the weights (words.h); 2^64 of what they lack goes onto x or gamma, the rest onto the tile's
   // sums. INT4's rows g + 8 come out 16 times as large as its rows g.
   static constexpr std::uint32_t kLift = 0x5F805F80U;  // a pair of 2^64
-  static constexpr float kRestLow = kGrouped ? 0x1p69F : 0x1p56F;
-  static constexpr float kRestHigh = kGrouped ? 0x1p65F : 0x1p56F;
+  static constexpr float kRestLow = Weights::kKeepsX ? 1.0F : kGrouped ? 0x1p69F : 0x1p56F;
+  static constexpr float kRestHigh = Weights::kKeepsX ? 1.0F : kGrouped ? 0x1p65F : 0x1p56F;
 
   using Sums = float (&)[kStrips][kTokenTiles][4];
 

@@ -17,7 +17,6 @@ class WordSums : public SlicedSums<Weights, kTokenTiles, Step> {
   using Base = SlicedSums<Weights, kTokenTiles, Step>;
 
  protected:
-  using Base::per_tile_;
   using Base::role_;
   using Base::shape_;
 
@@ -27,28 +26,27 @@ class WordSums : public SlicedSums<Weights, kTokenTiles, Step> {
 
   // What lane (g, q) gets of block q of the `others` behind this one: before the block's own sums are computed it has
   // often been published.
-  __device__ __forceinline__ std::uint64_t early_word(int tile, int others) const {
+  __device__ __forceinline__ std::uint64_t early_word(int others) const {
     const int q = role_.lane % 4;
     if (role_.half != 0 || q >= others) return kNoWord;
-    return load_word(word_of(static_cast<int>(blockIdx.x) + 1 + q, tile));
+    return load_word(word_of(static_cast<int>(blockIdx.x) + 1 + q));
   }
 
-  __device__ __forceinline__ void publish_words(int tile, const float (&acc)[1][4]) const {
+  __device__ __forceinline__ void publish_words(const float (&acc)[1][4]) const {
     if (role_.half != 0 || role_.lane % 4 != 0) return;
     const float low = isnan(acc[0][0]) ? __int_as_float(0x7FFFFFFF) : acc[0][0];  // never kNoWord
-    set_word(word_of(static_cast<int>(blockIdx.x), tile),
+    set_word(word_of(static_cast<int>(blockIdx.x)),
              static_cast<std::uint64_t>(__float_as_uint(acc[0][2])) << 32 | __float_as_uint(low));
   }
 
   // acc += what the `others` next blocks have of the tile, in their order; `word` is the early one.
-  __device__ __forceinline__ void add_words(int tile, int others, std::uint64_t word, std::int32_t broken,
-                                            float (&acc)[1][4]) {
+  __device__ __forceinline__ void add_words(int others, std::uint64_t word, std::int32_t broken, float (&acc)[1][4]) {
     const int q = role_.lane % 4;
-    bool valid = __all_sync(0xFFFFFFFF, broken == 0);  // another block may set it meanwhile
+    bool valid = __all_sync(0xFFFFFFFF, broken == 0);  // the same for all, whenever it was raised
 #pragma unroll 1
     for (int base = 0; base < others; base += 4) {
       const bool mine = base + q < others;
-      std::uint64_t* const from = word_of(static_cast<int>(blockIdx.x) + 1 + base + (mine ? q : 0), tile);
+      std::uint64_t* const from = word_of(static_cast<int>(blockIdx.x) + 1 + base + (mine ? q : 0));
       if (base > 0) word = mine ? load_word(from) : kNoWord;
       const std::uint64_t start = now_ns();
       std::uint32_t polls = 0;
@@ -73,10 +71,9 @@ class WordSums : public SlicedSums<Weights, kTokenTiles, Step> {
  private:
   static constexpr std::uint64_t kNoWord = ~0ULL;
 
-  // Of the lane's rows in the tile's sums by `block`; slots as in TileSums.
-  __device__ __forceinline__ std::uint64_t* word_of(int block, int tile) const {
-    const int which = shape_.split.first(block) >= tile * per_tile_ ? 0 : 1;
-    return shape_.words + (block * 2 + which) * kTileWords + role_.strip * 8 + role_.lane / 4;
+  // Of the lane's rows in the sums by `block`, which publishes those of its first tile alone.
+  __device__ __forceinline__ std::uint64_t* word_of(int block) const {
+    return shape_.words + block * kTileWords + role_.strip * 8 + role_.lane / 4;
   }
   __device__ static __forceinline__ std::uint64_t load_word(const std::uint64_t* from) {
     std::uint64_t word;

@@ -68,8 +68,6 @@ inline constexpr std::uint32_t kInt4Lift = 0x43084308U;  // a pair of 136
 }
 inline constexpr std::uint32_t kInt4BareOffset = 0x80088008U;   // a pair of -8, of rows g
 inline constexpr std::uint32_t kInt4JointOffset = 0x80888088U;  // of rows g + 8 with rows g
-inline constexpr float kInt4BareEights = -0x1p-130F;            // -8 of rows g
-inline constexpr float kInt4JointEights = 17 * kInt4BareEights;
 
 // Eight neighbours in k each, the first in the lowest bits: of rows g and g + 8.
 struct Int4Rows {
@@ -87,5 +85,30 @@ struct Int4Rows {
   }
   return word;
 }
+
+// For products of whole numbers: each byte of a word has numbers plus 8 of rows g and g + 8 for one k. Rows g + 8 are
+// multiplied as they stand, with rows g in them, which they lose by subtraction and so are sixteenfold.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t int4_low(std::uint32_t word) {
+  return word & 0x0F0F0F0FU;
+}
+
+// x beside them: whole numbers of two digits of -128..127 each, at most 127 · 257 = 32,639. Their unit is a power of two that
+// follows from the largest absolute value of those that share it, given as the bits of a bf16: the exponent of the next
+// larger one, since 1.9921875 · 2^14 would be one too many.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t kept_exponent(std::uint32_t peak) {
+  const std::uint32_t exponent = (peak + 1) >> 7;
+  return exponent < 40 ? 40 : exponent;  // far below any x that matters, and all that follows is finite
+}
+// The bits of the float by which x is multiplied: a power of two.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t kept_multiplier_bits(std::uint32_t peak) {
+  return (268 - kept_exponent(peak)) << 23;
+}
+// A pair of bf16: what one of digit 0 or 1 stands for. Where x is not finite, NaN.
+[[nodiscard]] EAGLEX_HOST_DEVICE constexpr std::uint32_t kept_factor(std::uint32_t peak, int digit) {
+  const std::uint32_t exponent = kept_exponent(peak);
+  return exponent >= 255 ? 0x7FFF7FFFU : (exponent - 14 + 8 * static_cast<std::uint32_t>(digit)) * 0x00800080U;
+}
+// Added to x in those units: the two lowest bytes of the float are the digits plus 128.
+inline constexpr float kKeptBias = 0x1.8p23F + 0x8080;
 
 }  // namespace eaglex::stream
