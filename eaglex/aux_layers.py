@@ -84,6 +84,8 @@ def resolve(
                 f"convention: expected none, since {config.file} holds no aux layer ids to read, got {convention.value}"
             )
         return _default(num_aux, num_target_layers, config.file)
+    if any(type(i) is not int for i in ids):
+        raise ConfigError(f"{source}: {field}: expected a list of integers, got {shown(ids)}")
     if len(ids) != num_aux:
         raise ConfigError(
             f"{source}: {field}: expected {num_aux} aux layer ids since fc.weight reads {num_aux} hidden states, "

@@ -189,6 +189,8 @@ def load(
     """
     import torch
 
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ConfigError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
     facts = examine(
         path_or_hub_id,
         target=target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -146,10 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) > 0 and math.isfinite(value):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
 
 
 def _quant(text: str) -> DraftQuant:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any, ClassVar
+import operator
+from typing import Any, ClassVar, NoReturn
 
 from eaglex.errors import ConfigError
 
@@ -151,6 +152,8 @@ class DraftConfig:
             "num_aux",
         ):
             _at_least(self, name, 1)
+        for name in ("head_dim", "rotary_dim"):
+            _integer(self, name)
         if self.rotary_dim == 0:
             object.__setattr__(self, "rotary_dim", self.head_dim)
         if self.head_dim < 2 or self.head_dim % 2:
@@ -205,6 +208,8 @@ class SpeculationConfig:
     MAX_DRAFT_TOKENS: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            _integer(self, name)
         if self.num_draft_tokens == 0:
             object.__setattr__(self, "num_draft_tokens", self.num_steps + 1)
         if not 0 <= self.num_steps <= self.MAX_STEPS:
@@ -265,17 +270,26 @@ class EngineLimits:
         _in_range(self, "token_table_bytes", 0, 2**40)
 
 
-def _at_least(owner: Any, name: str, low: float) -> None:
+def _integer(owner: Any, name: str) -> int:
+    """The field's value, which may be any type that Python takes for an index."""
     value = getattr(owner, name)
+    try:
+        return operator.index(value)
+    except TypeError:
+        _fail(name, "an integer", repr(value))
+
+
+def _at_least(owner: Any, name: str, low: int) -> None:
+    value = _integer(owner, name)
     if not value >= low:
         _fail(name, f">= {low}", value)
 
 
 def _in_range(owner: Any, name: str, low: int, high: int = 2**30) -> None:
-    value = getattr(owner, name)
+    value = _integer(owner, name)
     if not low <= value <= high:
         _fail(name, f"in {low}..{high}", value)
 
 
-def _fail(field: str, expected: str, actual: object) -> None:
+def _fail(field: str, expected: str, actual: object) -> NoReturn:
     raise ConfigError(f"{field}: expected {expected}, got {actual}")

@@ -7,6 +7,7 @@ Everything that can crash or hang (importing torch, the extension, CUDA) happens
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import importlib.metadata
 import json
@@ -29,6 +30,14 @@ SGLANG = ((0, 5, 17), (0, 5, 23))
 PLUGIN_GROUP = "sglang.srt.plugins"
 MIN_CAPABILITY = (8, 0)
 PROBE_SECONDS = 120.0
+# Read when eaglex runs, then when it is built.
+_VARIABLES = tuple(
+    f"EAGLEX_{name}"
+    for name in (
+        *("OPTIONS", "CHAIN", "PDL", "STREAM_REDUCTION"),
+        *("CUDA", "CUDA_ARCHS", "CUTLASS_INCLUDE_DIR", "TESTS", "EMULATOR", "BENCH", "WERROR", "OUTPUT_DIR"),
+    )
+)
 _SHM_BYTES = 64 * 2**20  # docker's default; NCCL and SGLang's queues need more on several GPUs
 
 
@@ -406,11 +415,15 @@ def shm(path: Path) -> Finding:
 
 
 def environment() -> list[Finding]:
-    """The EAGLEX_* variables that are set."""
+    """The EAGLEX_* variables that are set, and those of them that look like a slip."""
     found = {k: v for k, v in sorted(os.environ.items()) if k.startswith("EAGLEX_")}
     if not found:
         return [Finding("environment", Verdict.OK, "no EAGLEX_* variable set")]
-    return [Finding("environment", Verdict.OK, ", ".join(f"{k}={v}" for k, v in found.items()))]
+    findings = [Finding("environment", Verdict.OK, ", ".join(f"{k}={v}" for k, v in found.items()))]
+    for name in sorted(found.keys() - set(_VARIABLES)):
+        if near := difflib.get_close_matches(name, _VARIABLES, n=1, cutoff=0.85):
+            findings.append(Finding("environment", Verdict.WARN, f"nothing reads {name}", f"did you mean {near[0]}?"))
+    return findings
 
 
 def _ending(probe: Probe) -> str:

@@ -26,5 +26,9 @@ class BridgeError(EaglexError, RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, to be quoted in one of ours; "" where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "")
+    """The first line of another library's error, to be quoted in one of ours, with the next where it ends in a colon.
+
+    "" where the error says nothing.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])

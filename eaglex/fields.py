@@ -94,7 +94,7 @@ def read_json(path: Path, *, max_bytes: int = 2**20) -> Fields:
     if text is None:
         raise CheckpointError(f"{path}: expected at most {max_bytes} bytes, got {path.stat().st_size}")
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
+        data = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected valid JSON, got {shown(error)}") from None
     if not isinstance(data, dict):
@@ -111,7 +111,8 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_ACTUAL else text[:_MAX_ACTUAL] + "..."
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For json.loads as its object_pairs_hook: ValueError for a key given twice, of which Python takes the last."""
     data = dict(pairs)
     if len(data) != len(pairs):
         seen: set[str] = set()

@@ -19,6 +19,7 @@ import eaglex
 from eaglex.config import TRANSPORTS, Sampling, SpeculationConfig
 from eaglex.errors import ConfigError, EaglexError
 from eaglex.packed import DraftQuant
+from eaglex.text_stream import TextStream
 
 if TYPE_CHECKING:
     from eaglex.bridge import LinkOptions
@@ -136,6 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eaglex.hosts import team as teams
 
     options = BridgeOptions(deadline=arguments.deadline, transport=arguments.transport)
+    _check_placement(arguments)
     if teams.num_ranks() == 1 and arguments.placement == "rank0":
         return _run(arguments, None)
     with teams.Team(options) as team:
@@ -147,6 +149,18 @@ def run(arguments: argparse.Namespace) -> int:
             if team.device.type == "cuda":
                 atexit.register(_leave_at_once)
             raise
+
+
+def _check_placement(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a placement that this process cannot have, and for an option that its placement leaves."""
+    if arguments.placement == "rank0":
+        if arguments.drafter_device is not None:
+            raise ConfigError(f"drafter_device: expected none with placement rank0, got {arguments.drafter_device}")
+    elif "RANK" not in os.environ:
+        raise ConfigError(
+            f"placement: expected rank0 without torchrun, got {arguments.placement}; "
+            "start it with: torchrun --nproc-per-node 1 -m eaglex generate ..."
+        )
 
 
 def _leave_at_once() -> None:
@@ -300,42 +314,6 @@ def _compare(
     )
 
 
-class TextStream:
-    """Writes tokens as text while they come; a character whose bytes are not all there yet waits."""
-
-    # Tokenizers drop a space in front of a text's first token; behind some tokens of the prompt it is not the first.
-    CONTEXT = 4
-
-    def __init__(self, tokenizer: Any, prompt: list[int], write: Callable[[str], object]) -> None:
-        self._tokenizer, self._write = tokenizer, write
-        self._tokens = prompt[-self.CONTEXT :]
-        self._before = len(self._decoded())
-        self._written = 0
-
-    @property
-    def text(self) -> str:
-        """All that came, special tokens left out."""
-        return self._decoded()[self._before :]
-
-    def put(self, tokens: list[int]) -> None:
-        """Take these tokens in and write what is complete."""
-        self._tokens = self._tokens + tokens
-        self._advance(self.text.rstrip("\ufffd"))
-
-    def end(self) -> None:
-        """Write the rest."""
-        self._advance(self.text)
-        self._write("\n")
-
-    def _advance(self, text: str) -> None:
-        self._write(text[self._written :])
-        self._written = max(self._written, len(text))
-
-    def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return text
-
-
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -432,9 +410,7 @@ def _dtype(host: TransformersHost) -> str:
     return str(host.target.dtype).removeprefix("torch.")
 
 
-def _as_json(
-    arguments: argparse.Namespace, done: Run, host: TransformersHost, quant: DraftQuant
-) -> dict[str, Any]:
+def _as_json(arguments: argparse.Namespace, done: Run, host: TransformersHost, quant: DraftQuant) -> dict[str, Any]:
     output, statistics, speculation = done.output, done.output.statistics, host.speculation
     return {
         "text": done.text,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from eaglex.errors import CheckpointError, ConfigError
+from eaglex.errors import ConfigError
 from eaglex.fields import read_json
 from eaglex.packed import PackedWeight
 
@@ -82,11 +83,13 @@ class Ranking:
             isinstance(r, list) and len(r) == 3 and all(type(v) is int and 0 <= v < 2**62 for v in r) for r in rows
         )
         if not whole or not rows:
-            raise CheckpointError(f"{path}: tokens: expected a list of [id, count, held-out count], got another value")
+            fields.fail("tokens", "a list of [id, count, held-out count]")
         table = torch.tensor(rows, dtype=torch.int64)
         ids = table[:, 0]
-        if int(ids.max()) >= size or int(torch.bincount(ids).max()) > 1:
-            raise CheckpointError(f"{path}: tokens: expected each id of 0..{size - 1} at most once, got another list")
+        if int(ids.max()) >= size:
+            fields.fail("tokens", f"ids in 0..{size - 1}", int(ids.max()))
+        if int((times := torch.bincount(ids)).max()) > 1:
+            fields.fail("tokens", f"id {int(times.argmax())} at most once", int(times.max()))
         counts, held_out = torch.zeros(2, size, dtype=torch.int64)
         counts[ids], held_out[ids] = table[:, 1], table[:, 2]
         return cls(counts=counts, held_out=held_out, source=fields.text("source") or str(path))
@@ -131,8 +134,8 @@ class HotVocab:
     def parse(cls, text: str) -> HotVocab:
         """`N`, `FILE` or `N:FILE`. Raises ConfigError."""
         count, colon, file = text.partition(":")
-        if count.isdecimal():
-            if int(count) < 1 or (colon and not file):
+        if re.fullmatch(r"[-+]?[\d.]+", count):
+            if not count.isdecimal() or int(count) < 1 or (colon and not file):
                 raise ConfigError(f"hot_vocab: expected N >= 1, FILE or N:FILE, got {text!r}")
             return cls(size=int(count), file=file or None)
         if not text:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, TypeGuard
 
 from eaglex.errors import ConfigError
+from eaglex.fields import shown
 
 _BLOCK = 2**18  # bytes of text that are tokenised at once
 _LINE = 2**26  # a record may not be longer
@@ -86,9 +87,11 @@ def _tokens(file: str, tokenizer: Any, field: str | None, took: Callable[[int], 
                         found = _record(line, field, f"{file}:{number}")
                         yield found if isinstance(found, list) else encoded(found) + end
             else:
+                empty = True
                 for text in _blocks(opened, took):
+                    empty = False
                     yield encoded(text)
-                yield end
+                yield [] if empty else end
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: expected a readable file in UTF-8, got {error}") from error
 
@@ -124,6 +127,8 @@ def _record(line: bytes, field: str | None, where: str) -> list[int] | str:
     tokens = value.get("tokens") if isinstance(value, dict) and field is None else None
     if _ids(tokens):
         return tokens
+    if tokens is not None and not isinstance(value.get("text"), str):
+        raise ConfigError(f"{where}: tokens: expected a list of token ids, got {shown(tokens)}")
     for name in (field or "text").split("."):
         if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]

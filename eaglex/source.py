@@ -173,6 +173,8 @@ class Hub(Source):
 def open_source(path_or_hub_id: str | Path, revision: str | None = None) -> Source:
     """A folder if there is one of that name, else a Hub id `owner/name`; CheckpointError otherwise."""
     path = Path(path_or_hub_id).expanduser()
+    if not str(path_or_hub_id):
+        raise CheckpointError("path: expected a folder or a Hub id owner/name, got ''")
     if path.is_dir():
         return Folder(path)
     if path.exists():

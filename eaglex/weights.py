@@ -93,6 +93,8 @@ class DraftWeights:
                 if part_of(name) is None:
                     raise ShapeError(f"{name}: expected a tensor, got a packed matrix of {tensor.precision.value}")
                 tensor.check(name, expected[name])
+            elif not hasattr(tensor, "shape"):
+                raise ShapeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         dtype = self.fc.dtype
         for name, tensor in actual.items():
             if isinstance(tensor, PackedWeight):

@@ -95,6 +95,25 @@ def test_speculation_config_in_cpp(field, values, expected) -> None:
     says(caught.value, field, expected, values[field])
 
 
+@pytest.mark.parametrize("value", ["4", 4.0, None])
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(DraftConfig, name) for name in DRAFT if name != "rms_norm_eps"]
+    + [(SpeculationConfig, name) for name in SPECULATION]
+    + [(EngineLimits, field.name) for field in dataclasses.fields(EngineLimits)],
+)
+def test_what_counts_is_an_integer(kind, field, value) -> None:
+    """From a caller's JSON or a division."""
+    makers = {
+        DraftConfig: make_config,
+        SpeculationConfig: lambda **given: SpeculationConfig(**({"num_steps": 3} | given)),
+        EngineLimits: lambda **given: EngineLimits(**({"max_batch": 2, "max_rows": 8, "num_slots": 4} | given)),
+    }
+    with pytest.raises(ConfigError) as caught:
+        makers[kind](**{field: value})
+    says(caught.value, field, "an integer", repr(value))
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
 def test_stop_below(value) -> None:
     with pytest.raises(ConfigError) as caught:

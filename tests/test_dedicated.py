@@ -175,4 +175,7 @@ def test_one_that_cannot_start_ends_all(pair, tmp_path):
 def test_what_it_cannot_do(pair, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main(arguments(pair, "--placement", "dedicated")) == 1
+    assert "placement: expected rank0 without torchrun, got dedicated" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert main(arguments(pair, "--placement", "dedicated")) == 1
     assert "torchrun: expected to reach its store" in capsys.readouterr().err

@@ -279,3 +279,14 @@ def test_only_the_standard_library_is_imported():
     code = "import sys, eaglex.doctor, eaglex.cli; print({'torch', 'safetensors', 'numpy'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_a_misspelt_variable(monkeypatch) -> None:
+    """It would change nothing, and nobody would say so."""
+    monkeypatch.setenv("EAGLEX_OPTION", "{}")
+    monkeypatch.setenv("EAGLEX_STREAM_REDUCTION", "last")
+    monkeypatch.setenv("EAGLEX_OF_ANOTHER_PROGRAM", "1")
+    listed, slip = doctor.environment()
+    assert "EAGLEX_STREAM_REDUCTION=last" in listed.text
+    assert (slip.verdict, slip.text) == (doctor.Verdict.WARN, "nothing reads EAGLEX_OPTION")
+    assert slip.fix == "did you mean EAGLEX_OPTIONS?"

@@ -15,6 +15,7 @@ import torch
 from eaglex import generate
 from eaglex.cli import main
 from eaglex.hosts import hf_target, plain
+from eaglex.text_stream import TextStream
 
 TEXT = "the cat sees a house under"
 KEYS = {
@@ -185,7 +186,7 @@ def test_characters_of_several_tokens_come_whole():
             return bytes(tokens).decode(errors="replace")
 
     pieces = []
-    stream = generate.TextStream(Bytes(), list(b"hello "), pieces.append)
+    stream = TextStream(Bytes(), list(b"hello "), pieces.append)
     for token in "né→x".encode():
         stream.put([token])
     stream.end()
@@ -232,6 +233,10 @@ BAD_OPTIONS = {
     "check-sampled": (["--check", "--temperature", "1"], "check: expected temperature 0"),
     "device": (["--device", "tpu9"], "device: expected cpu, cuda or cuda:N, got tpu9"),
     "other-device": (["--device", "meta"], "device: expected cpu, cuda or cuda:N, got meta"),
+    "seed": (["--seed", str(2**70)], f"seed: expected in 0..{2**63 - 1}, got {2**70}"),
+    "alone-dedicated": (["--placement", "dedicated"], "placement: expected rank0 without torchrun, got dedicated"),
+    "drafter-device": (["--drafter-device", "cpu"], "drafter_device: expected none with placement rank0, got cpu"),
+    "hot-vocab": (["--hot-vocab=-5:r.json"], "hot_vocab: expected N >= 1, FILE or N:FILE, got '-5:r.json'"),
     "aux-beyond": (["--aux-layer-ids", "0,1,4"], "expected ids in 0..2"),
     "aux-count": (["--aux-layer-ids", "0,1"], "expected 3 aux layer ids"),
 }
@@ -315,6 +320,34 @@ def test_target_with_a_tensor_missing(pair, capsys, tmp_path):
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     assert command(folder) == 1
     assert "expected all weights in" in capsys.readouterr().err
+
+
+def test_target_with_a_tensor_of_another_shape(pair, capsys, tmp_path):
+    folder = edited(pair, tmp_path, "target")
+    path = folder / "target" / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    rows, width = tensors[name].shape
+    tensors[name] = tensors[name][1:].contiguous()
+    path.unlink()
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    assert command(folder) == 1
+    assert f"target: {name}: expected shape [{rows}, {width}], got [{rows - 1}, {width}]" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_nothing_is_loaded")
+def test_target_that_is_not_there(pair, capsys, tmp_path):
+    assert main(["generate", "--target", str(tmp_path / "no"), "--draft", str(pair / "draft"), "--prompt", "x"]) == 1
+    assert f"expected a model folder or Hub id, got {tmp_path / 'no'}: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_nothing_is_loaded")
+def test_what_is_wrong_with_a_targets_field_is_told(pair, capsys, tmp_path):
+    """transformers names the field in one line and what is wrong with it in the next."""
+    assert command(edited(pair, tmp_path, "target", num_attention_heads=7)) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "attention heads (7)" in error
 
 
 def test_target_that_is_no_safetensors_file(pair, capsys, tmp_path):

@@ -87,8 +87,8 @@ FILES = {
     "tokens-text": ({"tokens": [[1, 2, "3"]]}, "tokens: expected a list of"),
     "tokens-negative": ({"tokens": [[1, -2, 3]]}, "tokens: expected a list of"),
     "tokens-huge": ({"tokens": [[1, 2**80, 3]]}, "tokens: expected a list of"),
-    "id-out": ({"tokens": [[5, 1, 1]]}, "tokens: expected each id of 0..4 at most once"),
-    "id-twice": ({"tokens": [[1, 1, 1], [1, 2, 2]]}, "tokens: expected each id of 0..4 at most once"),
+    "id-out": ({"tokens": [[5, 1, 1]]}, "tokens: expected ids in 0..4, got 5"),
+    "id-twice": ({"tokens": [[1, 1, 1], [1, 2, 2]]}, "tokens: expected id 1 at most once, got 2"),
 }
 
 
@@ -107,7 +107,7 @@ def test_words() -> None:
     assert HotVocab.parse("32000") == HotVocab(size=32000)
     assert HotVocab.parse("a/b.json") == HotVocab(file="a/b.json")
     assert HotVocab.parse("7:a/b:c.json") == HotVocab(size=7, file="a/b:c.json")
-    for bad in ("", "0", "7:"):
+    for bad in ("", "0", "7:", "-5:r.json", "1.5:r.json", "-5"):
         with pytest.raises(ConfigError, match=r"^hot_vocab: expected N"):
             HotVocab.parse(bad)
 
@@ -299,6 +299,7 @@ BAD = {
     "no-json": ("a.jsonl", b"hello\n", "a.jsonl:1: expected a JSON object"),
     "no-text": ("a.jsonl", b'{"text": "the"}\n{"other": 1}\n', "a.jsonl:2: expected `tokens`, or a text in `text`"),
     "list": ("a.jsonl", b"[1, 2]\n", "a.jsonl:1: expected `tokens`, or a text in `text`"),
+    "ids-of-text": ("a.jsonl", b'{"tokens": ["a"]}\n', 'a.jsonl:1: tokens: expected a list of token ids, got ["a"]'),
     "id": ("a.jsonl", b'{"tokens": [1, 4000]}\n', "expected token ids in 0..39, got 4000"),
     "id-huge": ("a.jsonl", b'{"tokens": [1, 99999999999999999999]}\n', "expected token ids"),
 }
@@ -313,6 +314,16 @@ def test_bad_files(pair, tmp_path, capsys, name, data, named) -> None:
     assert code == 1
     assert named in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_end_of_an_empty_text_is_no_text(tmp_path) -> None:
+    (tmp_path / "empty.txt").write_bytes(b"")
+
+    class Tokenizer:
+        eos_token_id = 3
+
+    found = hot_vocab_command._tokens(str(tmp_path / "empty.txt"), Tokenizer(), None, lambda n: None)
+    assert list(found) == [[]]
 
 
 def test_the_result_must_be_writable(pair, tmp_path, capsys) -> None:

@@ -148,8 +148,9 @@ def test_aux_layers_by_option(capsys):
 
 @pytest.mark.parametrize(
     ("path", "named"),
-    [(str(CASES / "C43_renamed_tensor"), "hidden_norm"), ("nowhere", "neither"), (str(CASES), "config.json")],
-)
+    [(str(CASES / "C43_renamed_tensor"), "hidden_norm"), ("nowhere", "neither"), ("", "got ''"),
+     (str(CASES), "config.json")],
+)  # fmt: skip
 def test_an_error_is_one_line(capsys, path, named):
     code, out, err = run(capsys, "inspect", path, "--target", TARGET)
     assert code == 1

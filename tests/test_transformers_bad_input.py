@@ -97,7 +97,8 @@ BAD_OPTIONS = {
     "cold": ({"temperature": -0.1}, "temperature: expected >= 0 and finite, got -0.1"),
     "not-a-number": ({"temperature": float("nan")}, "temperature: expected >= 0 and finite, got nan"),
     "infinite": ({"temperature": float("inf")}, "temperature: expected >= 0 and finite, got inf"),
-    "seed": ({"seed": -1}, "seed: expected >= 0, got -1"),
+    "seed": ({"seed": -1}, f"seed: expected in 0..{2**63 - 1}, got -1"),
+    "seed-beyond-torch": ({"seed": 2**63}, f"seed: expected in 0..{2**63 - 1}, got {2**63}"),
 }
 
 

@@ -8,12 +8,14 @@
 PAIR holds `target/` and `draft/`; PROMPTS is a .npy file of token ids to cut prompts from. All engines start beside
 each other on one GPU and serve at once, as tokens do not depend on timing. For speed: serve_bench.py.
 
-Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of
-it (default 300); GPU of the engines on one (0); PORT of the first (22000); WAIT_FOR, a file that is waited for
-before they serve; NO_HOST=1 leaves the comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases
-that it serves. Exit status 1: something differs or is missing.
+Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
+(default 300); GPU of the engines on one (0), PAIR_GPUS of those on two (0,1); REQUESTS, the first so many of each
+case's (all); PORT of the first (22000); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves the
+comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases that it serves. Exit status 1: something
+differs or is missing.
 
-Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %. Its drafts are not EAGLE3's bit by bit,
+Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %; in the case "chain, acceptance" so is
+what it accepts at each position, and a case that is about retraction has some. Its drafts are not EAGLE3's bit by bit,
 as its sums round otherwise, so accept counts may differ; with a chain tokens may not. With a tree they may, where the
 trees differ and the target's two best logits are a rounding apart: the target's attention sums over the nodes in their
 order, so that a token's logits depend on which other nodes its window holds. EAGLE3's own chain and tree differ so too.
@@ -34,7 +36,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from socket_check import Process, about, end_in_order, serve_all, until
 from socket_parts import cases as socket_cases
-from socket_parts.cases import PENALTIES, compared, environment_of, gpus_of, has, repeated, updates_of
+from socket_parts.cases import (
+    MOVED_BY_RETRACTION,
+    PENALTIES,
+    compared,
+    environment_of,
+    gpus_of,
+    has,
+    repeated,
+    updates_of,
+)
 from socket_parts.engine import write
 
 CASES = (
@@ -42,6 +53,7 @@ CASES = (
     "chain, features", "tree, features", "chain, weight updates", "chain, forced retraction", "chain, sampled",
     "chain, small pool", "chain, 3 slots, page 64", "chain, many prompts", "chain, features, no overlap",
     "chain, mixed sampling", "chain, adaptive", "chain, structured", "tree, structured", "chain, memory saver",
+    "chain, acceptance", "chain, no radix cache", "tree, page 16",
 )  # fmt: skip
 GPU = os.environ.get("GPU", "0")  # of the engines on one
 PORT = int(os.environ.get("PORT", "22000"))
@@ -92,6 +104,11 @@ def judged(name: str, stock: dict[str, Any], ours: dict[str, Any], lane: str) ->
     first, second = row["accept_length"].values()
     row["lane"], row["accept_ratio"] = lane, second / first
     row["itself"] = repeated([stock])["passes"]
+    unlike = False
+    if "acceptance" in name:
+        unlike = not row["accept_difference"] or any(abs(found) > CLOSE for found, _ in row["accept_difference"])
+    if has(name, MOVED_BY_RETRACTION):
+        unlike = not row["retracted"]
     if lane in FEWER_BITS:  # of its own drafts: the tokens are EAGLE3's, and most of its accept length is there
         row["equal"] = bool(
             row["prompts"] and not row["different"] and not row["errors"] and row["accept_ratio"] >= FEWER_BITS[lane]
@@ -104,6 +121,7 @@ def judged(name: str, stock: dict[str, Any], ours: dict[str, Any], lane: str) ->
         row["equal"] = bool(
             row["prompts"] and not wrong and not row["errors"] and abs(row["accept_ratio"] - 1) <= CLOSE
         )
+    row["equal"] = bool(row["equal"]) and not unlike
     return row
 
 
@@ -184,6 +202,12 @@ def shown(row: dict[str, Any]) -> str:
     positions = row.get("accept_by_position") or {}
     if all(positions.values()) and positions:
         verdict += "; by position " + " / ".join(" ".join(f"{x:.3f}" for x in found) for found in positions.values())
+    if "acceptance" in row["case"] and row.get("accept_difference"):
+        found = ", ".join(f"{100 * value:+.2f} ± {100 * error:.2f}" for value, error in row["accept_difference"])
+        verdict += f"; differs by {found} %"
+    if has(row["case"], MOVED_BY_RETRACTION):
+        after = len(row.get("different_after_retraction", []))
+        verdict += f"; {row['retracted']} retractions (EAGLE3 {row['retracted_by_stock']}), {after} differ after one"
     if row.get("itself"):
         verdict += f"; EAGLE3 differs from itself {len(row['itself'])} times"
     return (
@@ -214,7 +238,7 @@ class Plan:
             result = file_of(self.out, name, lane)
             arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
             environment = environment_of(name) | lane_environment(lane)
-            devices = "0,1" if gpus_of(name) > 1 else GPU
+            devices = os.environ.get("PAIR_GPUS", "0,1") if gpus_of(name) > 1 else GPU
             self.served[name, lane] = Process(arguments, result, devices, PORT + 7 * number, environment)
 
     def left(self) -> float:

@@ -6,9 +6,11 @@
     serve_bench.py table OUT/serve.json
 
 Dummy weights of the Llama-3.1-8B shape with LAYERS (8) layers of target; every verification accepts 3 tokens
-(SGLANG_SIMULATE_ACC_LEN), whatever was drafted. All engines are up at once, and rounds are taken in turn, one engine at
-work at a time; a figure is the median over the rounds. The others are stopped meanwhile: an idle scheduler of SGLang
-spins, and ten of them made the one at work up to 1.6 times slower on 16 cores.
+(SGLANG_SIMULATE_ACC_LEN), whatever was drafted. All engines are up at once, one at work at a time. The others are
+stopped meanwhile: an idle scheduler of SGLang spins, and ten of them made the one at work up to 1.6 times slower on 16
+cores. A turn is one batch of one engine, a second or less, and the engines' turns follow each other, in either order:
+at small batches the CPU decides, and what a host does to it lasts some seconds. A figure is the median over the turns;
+`ratio` is the median of each turn's tokens per second over those of EAGLE3's turn beside it.
 
 More engines can be asked for: `pausing`, eaglex with pausing on where nothing is ever accepted (to be compared with
 `none`); `fp8` and `int4`, eaglex with a draft of fewer bits; `dedicated`, eaglex with its draft on a further GPU;
@@ -18,11 +20,11 @@ variable BEFORE, to compare two commits in one run.
 
 Environment: PORT of the first engine (23000 + 200 x TP; two runs beside each other need two), ENGINES (default
 "eaglex; eagle3; none"), K (5), TOPK (1), NODES (16, of a tree), BATCHES (1,4,16,64), TP (1), GPU (0), the first of
-them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of the memory that an
-engine finds free for its weights and pool, ROUNDS (3) at most, no other one begun that would not end within
-ROUND_SECONDS of the first one's begin, FIRST_TOKENS (9) times to first token of each length in a round, SECONDS for
-all of it (300), EAGLEX_OPTIONS beside the drafter. The report is written after each engine's round, so what was
-measured is there however a run ends. Exit status 1: an engine is missing.
+them, or DEVICES, all of them, NCCL_ONLY=1 (without SGLang's own all-reduce), POOL (72000) tokens, FRACTION (0.7) of
+the memory that an engine finds free for its weights and pool, ROUNDS (3) at most, TURNS (1) of each batch in a round
+(as many as BATCHES with commas, or one for all), NEW (300) tokens of each request, FIRST_TOKENS (9) turns of a first
+token of each length in a round, SECONDS for all of it (300), EAGLEX_OPTIONS beside the drafter. The report is written
+after each round, so whole rounds are there however a run ends. Exit status 1: an engine is missing.
 
 draft_us is the GPU time of draft and extend together, host_us the CPU time of a forward without verification: before
 it, after it, and later, where a draft is enqueued outside of the forward.
@@ -44,7 +46,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import socket_check
-from serve_parts.engine import batches, one, speculation
+from serve_parts.engine import FIRST, PROBE, PROMPT, batches, one, speculation
 from socket_check import Process, about, end_in_order, until
 from socket_parts.engine import write
 
@@ -85,6 +87,7 @@ def process_of(name: str, out: Path, number: int) -> Process:
         environment["SERVE_PROBE_ENGINE"] = "eaglex"
     first = int(os.environ.get("GPU", "0"))
     devices = ",".join(map(str, range(first, first + int(os.environ.get("TP", "1")) + (name == "dedicated"))))
+    devices = os.environ.get("DEVICES") or devices
     port = int(os.environ.get("PORT") or 23000 + 200 * int(os.environ.get("TP", "1"))) + 11 * number
     if "," in devices:  # the host refuses to start where other engines hold unequal parts of the two
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
@@ -103,12 +106,13 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
         return found["median"] if found else None
 
     def lengths(kind: str) -> dict[str, float | None]:
-        return {length: median([r[kind][length] for r in rounds]) for length in rounds[0].get(kind, {})}
+        taken = [turn[kind] for one_round in rounds for turn in one_round["first"]]
+        return {length: median([one[length] for one in taken]) for length in (taken[0] if taken else {})}
 
     chosen = json.loads(os.environ.get("EAGLEX_OPTIONS") or "{}")
     rows = []
     for batch in batches():
-        measured = [one_round["batches"][str(batch)] for one_round in rounds]
+        measured = [taken for one_round in rounds for taken in one_round["batches"][str(batch)]]
         gpu = [(stage(r, "draft", batch), stage(r, "extend", batch)) for r in rounds]
         host = [(stage(r, "host", batch), stage(r, "late", batch) or 0.0) for r in rounds]
         used = [r["probe"].get("gpu_bytes") for r in rounds]
@@ -133,7 +137,7 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
             "host_parts_us": {
                 part: median([stage(r, part, batch) for r in rounds]) for part in ("before", "after", "late")
             },
-            "ttft_ms": median([r["ttft_ms"] for r in rounds]),
+            "ttft_ms": lengths("first_token_ms").get(str(PROMPT)),
             "first_token_ms": lengths("first_token_ms"),
             "one_token_ms": lengths("one_token_ms"),
             "accept_length": median([m["accept_length"] for m in measured]),
@@ -146,17 +150,120 @@ def rows_of(name: str, rounds: list[dict[str, Any]], startup: float, commit: str
     return rows
 
 
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `ratios` to EAGLE3's turns beside theirs, and their median."""
+    stock = {row["batch"]: row["rounds"] for row in rows if row["engine"] == "eagle3"}
+    for row in rows:
+        pairs = zip(row["rounds"], stock.get(row["batch"], ()), strict=False)
+        row["ratios"] = [round(mine / its, 4) for mine, its in pairs]
+        row["ratio"] = round(statistics.median(row["ratios"]), 4) if row["ratios"] else None
+    return rows
+
+
 def table(report: dict[str, Any]) -> list[str]:
     """A line for each row, and each engine's speed against EAGLE3's."""
-    stock = {row["batch"]: row for row in report["rows"] if row["engine"] == "eagle3"}
     shown = ["batch", "tok_s", "cycle_us", "draft_us", "verify_us", "verify_cpu_us", "host_us", "ttft_ms"]
     shown += ["accept_length", "paused_cycles", "startup_s", "memory_gb"]
     lines = ["| engine | " + " | ".join(shown) + " | x EAGLE3 |", "|---" * (len(shown) + 2) + "|"]
     for row in report["rows"]:
-        other = stock.get(row["batch"])
-        against = f"{row['tok_s'] / other['tok_s']:.3f}" if other else ""
+        against = f"{row['ratio']:.3f}" if row.get("ratio") else ""
         lines.append(f"| {row['engine']} | " + " | ".join(str(row.get(key)) for key in shown) + f" | {against} |")
     return lines
+
+
+def turns_of(batch: int) -> int:
+    """How often a batch is taken in one round."""
+    asked = [int(part) for part in os.environ.get("TURNS", "1").split(",")]
+    if len(asked) not in (1, len(batches())):
+        sys.exit(f"TURNS: expected one number, or {len(batches())} as BATCHES has, got {asked}")
+    return asked[batches().index(batch) if len(asked) > 1 else 0]
+
+
+class Engines:
+    """The engines of a run, one at work at a time."""
+
+    def __init__(self, out: Path, names: list[str], make: Callable[[str, Path, int], Process]) -> None:
+        self.out, self.names = out, names
+        self.begun, self.limit = time.monotonic(), float(os.environ.get("SECONDS", 300))
+        self.processes = {name: make(name, out, number) for number, name in enumerate(names)}
+        self.turns = dict.fromkeys(names, 0)
+
+    def left(self) -> float:
+        return max(0.5, self.limit - (time.monotonic() - self.begun))
+
+    def say(self, what: str) -> None:
+        print(f"{time.monotonic() - self.begun:6.1f} s  {what}", flush=True)
+
+    def up(self) -> bool:
+        """Wait for all of them; whether all are there. They are stopped then."""
+        until(lambda: all(p.has(".ready") or p.over for p in self.processes.values()), self.left())
+        found = [name for name, process in self.processes.items() if process.has(".ready")]
+        self.say(f"up: {found}")
+        for process in self.processes.values():
+            process.signal(signal.SIGSTOP)
+        return found == self.names
+
+    def wait_for_gate(self) -> None:
+        gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
+        if gate:
+            until(lambda: Path(gate).exists(), self.left())
+
+    def given(self, name: str, what: Any) -> dict[str, Any] | None:
+        """What the engine says of its next turn; None where it is not there, or does not in time."""
+        process, number = self.processes[name], self.turns[name]
+        if not process.has(".ready") or process.over:
+            return None
+        self.turns[name] += 1
+        done = f".round{number}"
+        process.signal(signal.SIGCONT)
+        process.go(number, what)
+        until(lambda: process.has(done) or process.over, self.left())
+        process.signal(signal.SIGSTOP)
+        found = process.result.with_suffix(done)
+        return json.loads(found.read_text()) if found.is_file() else None
+
+    def startup(self, name: str) -> float:
+        return float(json.loads(self.processes[name].result.with_suffix(".ready").read_text())["startup_s"])
+
+
+class Run(Engines):
+    """All rounds, and the report of those that are whole."""
+
+    def __init__(self, out: Path, names: list[str]) -> None:
+        super().__init__(out, names, process_of)
+        self.rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+
+    def round(self, number: int) -> None:
+        """Each batch of each engine so often, then first tokens; kept where the engine has said all of it."""
+        turns: list[Any] = [batch for batch in batches() for _ in range(turns_of(batch))]
+        turns += [FIRST] * int(os.environ.get("FIRST_TOKENS", "9"))
+        made: dict[str, dict[str, Any]] = {
+            name: {"batches": {str(batch): [] for batch in batches()}, "first": []} for name in self.names
+        }
+        missing = set()
+        for count, asked in enumerate(turns, number):
+            if self.left() < 1:
+                return
+            for name in self.names if count % 2 == 0 else self.names[::-1]:
+                taken = self.given(name, asked)
+                if taken is None:
+                    missing.add(name)
+                else:
+                    (made[name]["first"] if asked == FIRST else made[name]["batches"][str(asked)]).append(taken)
+        for name in self.names:
+            probe = self.given(name, PROBE)
+            if probe is not None and name not in missing:
+                self.rounds[name].append(made[name] | {"probe": probe})
+                self.say(f"{name} round {number}: {json.dumps(self.rounds[name][-1])}")
+
+    def report(self, described: dict[str, Any]) -> dict[str, Any]:
+        rows = []
+        for name, taken in self.rounds.items():
+            if taken:
+                rows += rows_of(name, taken, self.startup(name), described["commit"])
+        found = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": compared(rows)}
+        write(self.out / "serve.json", found)
+        return found
 
 
 def run(out: Path) -> int:
@@ -166,59 +273,25 @@ def run(out: Path) -> int:
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
         sys.exit(f"ENGINES: expected some of {list(ENGINES)}, got {unknown}")
-    described = about(out)
-    begun, limit = time.monotonic(), float(os.environ.get("SECONDS", 300))
-    processes = {name: process_of(name, out, number) for number, name in enumerate(names)}
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-
-    def left() -> float:
-        return max(0.5, limit - (time.monotonic() - begun))
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - begun:6.1f} s  {what}", flush=True)
-
-    def report() -> dict[str, Any]:
-        rows = []
-        for name, taken in rounds.items():
-            if taken:
-                ready = json.loads(processes[name].result.with_suffix(".ready").read_text())
-                rows += rows_of(name, taken, ready["startup_s"], described["commit"])
-        found = {"about": described, "layers": int(os.environ.get("LAYERS", "8")), "rows": rows}
-        write(out / "serve.json", found)
-        return found
-
+    described, made = about(out), Run(out, names)
     try:
-        for process in processes.values():
+        for process in made.processes.values():
             process.start(__file__)
-        until(lambda: all(p.has(".ready") or p.over for p in processes.values()), left())
-        say(f"up: {[name for name, p in processes.items() if p.has('.ready')]}")
-        for process in processes.values():
-            process.signal(signal.SIGSTOP)
-        gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
-        if gate:
-            until(lambda: Path(gate).exists(), left())
-        first = time.monotonic()
+        made.up()
+        made.wait_for_gate()
+        longest = 0.0
         for number in range(int(os.environ.get("ROUNDS", "3"))):
-            taken = (time.monotonic() - first) / max(number, 1)
-            if (number + 1) * taken > float(os.environ.get("ROUND_SECONDS", 3600)):
+            if number and made.left() < longest + 2:
                 break
-            for name, process in processes.items():
-                if not process.has(".ready") or process.over:
-                    continue
-                process.signal(signal.SIGCONT)
-                process.go(number)
-                done = f".round{number}"
-                until(lambda process=process, done=done: process.has(done) or process.over, left())
-                process.signal(signal.SIGSTOP)
-                if process.has(done):
-                    rounds[name].append(json.loads(process.result.with_suffix(done).read_text()))
-                    say(f"{name} round {number}: {json.dumps(rounds[name][-1])}")
-                    report()
-        print("\n".join(table(report())), flush=True)
+            started = time.monotonic()
+            made.round(number)
+            report = made.report(described)
+            longest = max(longest, time.monotonic() - started)
+        print("\n".join(table(report)), flush=True)
     finally:
-        for process in processes.values():
+        for process in made.processes.values():
             process.kill()
-    return 0 if all(rounds.values()) else 1
+    return 0 if all(made.rounds.values()) else 1
 
 
 def commanded(

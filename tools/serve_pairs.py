@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -27,11 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import serve_bench
-from serve_parts.engine import NEW, Timed, batches, setting, speculation
-from socket_check import Process, about, end_in_order, until
+from serve_parts.engine import NEW, PROBE, Timed, batches, setting, speculation
+from socket_check import Process, about, end_in_order
 from socket_parts.engine import turn, write
-
-TURNS = 10_000  # more than there can be
 
 
 def process_of(name: str, out: Path, number: int) -> Process:
@@ -49,65 +46,34 @@ def serve(name: str, out: Path) -> None:
     timed = Timed(name, out)
     timed.warm()
     write(out.with_suffix(".ready"), {"startup_s": round(timed.startup, 1)})
-    for number in range(TURNS):
-        if not turn(out, number):
-            return
-        if out.with_suffix(".last").is_file():  # the turn of its counts
+    number = 0
+    while turn(out, number):
+        asked = json.loads(out.with_suffix(f".go{number}").read_text())
+        if asked == PROBE:
             found = timed.probed(Path(setting("SERVE_PROBE", "")))
             write(out.with_suffix(f".round{number}"), {"paused_cycles": found.get("paused_cycles", 0)})
             return
-        batch = batches()[number % len(batches())]
-        new = NEW if batch > 16 else int(setting("NEW", "600"))
-        short, _ = timed.took(batch, 2)
-        seconds, meta = timed.took(batch, new)
-        write(out.with_suffix(f".round{number}"), {
-            "tok_s": round(batch * (new - 2) / (seconds - short), 1),
-            "accept_length": round(meta.get("spec_accept_length") or 1.0, 3),
-        })  # fmt: skip
+        done = timed.batch(asked, NEW if asked > 16 else int(setting("NEW", "600")))
+        write(out.with_suffix(f".round{number}"), done)
+        number += 1
 
 
-class Run:
+class Run(serve_bench.Engines):
     """All engines of it, and what they have said: by engine and batch, one entry for each whole round."""
 
     def __init__(self, out: Path) -> None:
-        self.begun, self.limit = time.monotonic(), float(os.environ.get("SECONDS", 300))
-        self.names = [name.strip() for name in os.environ.get("ENGINES", "pausing; none").split(";")]
-        self.processes = {name: process_of(name, out, number) for number, name in enumerate(self.names)}
+        names = [name.strip() for name in os.environ.get("ENGINES", "pausing; none").split(";")]
+        super().__init__(out, names, process_of)
         self.taken: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self.paused_cycles: dict[str, int] = {}
 
-    def left(self) -> float:
-        return max(0.5, self.limit - (time.monotonic() - self.begun))
-
-    def say(self, what: str) -> None:
-        print(f"{time.monotonic() - self.begun:6.1f} s  {what}", flush=True)
-
-    def up(self) -> bool:
-        until(lambda: all(p.has(".ready") or p.over for p in self.processes.values()), self.left())
-        found = [name for name, process in self.processes.items() if process.has(".ready")]
-        self.say(f"up: {found}")
-        for process in self.processes.values():
-            process.signal(signal.SIGSTOP)
-        return found == self.names
-
-    def given(self, name: str, number: int) -> dict[str, Any] | None:
-        """What the engine says of this turn; None where it does not in time."""
-        process, done = self.processes[name], f".round{number}"
-        process.signal(signal.SIGCONT)
-        process.go(number)
-        until(lambda: process.has(done) or process.over, self.left())
-        process.signal(signal.SIGSTOP)
-        found = process.result.with_suffix(done)
-        return json.loads(found.read_text()) if found.is_file() else None
-
     def rounds(self) -> None:
         """As many as fit, and the engines' own counts."""
-        number, longest = 0, 0.0
-        for _ in range(int(os.environ.get("ROUNDS", "5")) * len(batches())):
+        longest = 0.0
+        for number in range(int(os.environ.get("ROUNDS", "5")) * len(batches())):
             begun, batch = time.monotonic(), batches()[number % len(batches())]
             order = self.names if (number + number // len(batches())) % 2 == 0 else self.names[::-1]
-            found = {name: self.given(name, number) for name in order}
-            number += 1
+            found = {name: self.given(name, batch) for name in order}
             if any(turned is None for turned in found.values()):
                 return
             for name, turned in found.items():
@@ -116,9 +82,8 @@ class Run:
             longest = max(longest, time.monotonic() - begun)
             if self.left() < longest + 5:
                 break
-        for name, process in self.processes.items():
-            process.result.with_suffix(".last").write_text("")
-            self.paused_cycles[name] = (self.given(name, number) or {}).get("paused_cycles", 0)
+        for name in self.names:
+            self.paused_cycles[name] = (self.given(name, PROBE) or {}).get("paused_cycles", 0)
 
     def rows(self, commit: str) -> list[dict[str, Any]]:
         """A row for each engine and batch; `ratio` and its rounds are those against the last engine."""
@@ -126,7 +91,6 @@ class Run:
         for (name, batch), taken in sorted(
             self.taken.items(), key=lambda one: (self.names.index(one[0][0]), one[0][1])
         ):
-            ready = json.loads(self.processes[name].result.with_suffix(".ready").read_text())
             tok_s, other = ([t["tok_s"] for t in found] for found in (taken, self.taken[self.names[-1], batch]))
             ratios = [round(mine / its, 4) for mine, its in zip(tok_s, other, strict=True)]
             steps = speculation()["speculative_num_steps"] if name != "none" else 0
@@ -136,7 +100,7 @@ class Run:
                 "tok_s": round(statistics.median(tok_s), 1), "ratio": round(statistics.median(ratios), 4),
                 "accept_length": round(statistics.median(t["accept_length"] for t in taken), 3),
                 "paused_cycles": self.paused_cycles.get(name), "rounds": tok_s, "ratios": ratios,
-                "startup_s": ready["startup_s"], "commit": commit,
+                "startup_s": self.startup(name), "commit": commit,
             })  # fmt: skip
         return rows
 
@@ -159,9 +123,7 @@ def run(out: Path) -> int:
         for process in made.processes.values():
             process.start(__file__)
         if made.up():
-            gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
-            if gate:
-                until(lambda: Path(gate).exists(), made.left())
+            made.wait_for_gate()
             made.rounds()
     finally:
         for process in made.processes.values():

@@ -74,7 +74,8 @@ def table(title: str, rows: list[Row]) -> list[str]:
         cells = []
         for batch in batches:
             other, row = stock.get(batch), found[batch]
-            against = f" ({row['tok_s'] / other['tok_s']:.3f})" if other and name != "eagle3" else ""
+            ratio = row.get("ratio") or (row["tok_s"] / other["tok_s"] if other else None)
+            against = f" ({ratio:.3f})" if ratio and name != "eagle3" else ""
             cells.append(number(row["tok_s"]) + against)
         line(f"tokens per second, {NAMES.get(name, name)}", cells)
     drafting = [name for name in engines if name != "none"]

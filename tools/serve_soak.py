@@ -215,9 +215,11 @@ def soak(server: Any, traffic: Traffic, *, clients: int, seconds: float) -> dict
         seconds = min(seconds, setting("END_BY", math.inf) - time.time() - 2.5 * (time.monotonic() - started) - 5)
         completion = client.post("/v1/completions", {"model": "x", "prompt": "def ", "max_tokens": 8, "temperature": 0})
         report["completion"] = completion["choices"][0]["text"]
+        begun = time.monotonic()
         traffic.run(clients, seconds * 2 / 3, exact=True)
         if not traffic.failures:
             traffic.run(clients, seconds / 3, exact=False)
+        report["traffic_s"] = round(time.monotonic() - begun, 1)
         if not traffic.failures:
             traffic.exact = True
             for place in range(len(traffic.prompts)):

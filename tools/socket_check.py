@@ -76,8 +76,9 @@ class Process:
     def has(self, suffix: str) -> bool:
         return self.result.with_suffix(suffix).is_file()
 
-    def go(self, number: int = 0) -> None:
-        write(self.result.with_suffix(f".go{number}"), True)
+    def go(self, number: int = 0, what: Any = True) -> None:
+        """Its turn `number`, and what to do in it."""
+        write(self.result.with_suffix(f".go{number}"), what)
 
     @property
     def over(self) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from eaglex.errors import ConfigError, EaglexError, first_line
 # Names under which decoders of the Llama, GPT and MPT families keep the list of their layers.
 _LAYER_LISTS = ("layers", "h", "blocks")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_HUB_ID = re.compile(r"[\w.-]*\w[\w.-]*(/[\w.-]+)?")  # some old ones have no owner
 # Kernels that take an explicit [queries, keys] mask; flash attention does not.
 _MASKED_ATTENTION = ("sdpa", "eager")
 
@@ -108,8 +110,15 @@ def _reading(expected: str, path: str | Path) -> Iterator[None]:
         raise ConfigError(f"target: expected {expected} that transformers loads, got {path}: {reason}") from error
 
 
+def _check_place(path: str | Path) -> None:
+    """Raise ConfigError for a folder that is not there, which transformers takes for a badly spelt Hub id."""
+    if not _HUB_ID.fullmatch(str(path)) and not Path(path).is_dir():
+        raise ConfigError(f"target: expected a model folder or Hub id, got {path}: no such folder")
+
+
 def read_facts(path: str | Path) -> TargetFacts:
     """The facts of a folder or Hub id from its config.json. Raises ConfigError where transformers cannot read it."""
+    _check_place(path)
     library = transformers()
     with _reading("a model folder or Hub id", path):
         return TargetFacts.of(library.AutoConfig.from_pretrained(path, trust_remote_code=False), str(path))
@@ -117,6 +126,7 @@ def read_facts(path: str | Path) -> TargetFacts:
 
 def load_tokenizer(path: str | Path) -> Any:
     """The target's tokenizer. Raises ConfigError where there is none."""
+    _check_place(path)
     library = transformers()
     with _reading("a tokenizer", path):
         return library.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -139,12 +149,21 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, nu
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **split,
         )
+        for name in sorted(found["mismatched_keys"]):
+            # transformers 4 gives names, 5 (name, shape in the file, shape by the config)
+            name, actual, expected = (name, "another", "that of its config") if isinstance(name, str) else name
+            raise ConfigError(f"target: {name}: expected shape {_shape(expected)}, got {_shape(actual)} in {path}")
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(f"target: expected all weights in {path}, got none for {', '.join(missing[:4])}")
         loaded: nn.Module = (model if split else model.to(device)).eval()
         return loaded
+
+
+def _shape(shape: Sequence[int] | str) -> str:
+    return shape if isinstance(shape, str) else str(list(shape))
 
 
 def check_split(path: str | Path, num_ranks: int) -> None:

@@ -73,8 +73,8 @@ class GenerateOptions:
             raise ConfigError(f"max_new_tokens: expected >= 1, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature: expected >= 0 and finite, got {self.temperature}")
-        if self.seed < 0:
-            raise ConfigError(f"seed: expected >= 0, got {self.seed}")
+        if not 0 <= self.seed < 2**63:  # so that seed + i is one that torch takes
+            raise ConfigError(f"seed: expected in 0..{2**63 - 1}, got {self.seed}")
 
     def check(self, speculation: SpeculationConfig) -> None:
         """Raise ConfigError where these options contradict the way of drafting."""

@@ -70,6 +70,7 @@ def test_arguments_win():
     ("config", "arguments", "named"),
     [
         ({"eagle_config": {KEY: [1, 17]}}, {}, "expected 3 aux layer ids"),
+        ({}, {"argument": [1, 1.5, 3]}, "aux_layer_ids: expected a list of integers"),
         ({"eagle_config": {KEY: [1, 1, 32]}}, {}, "distinct"),
         ({"eagle_config": {KEY: [1, 17, 37]}}, {}, r"in 0\.\.35"),
         ({"eagle_config": {KEY: [1, 17, -1]}}, {}, r"in 0\.\.35"),

@@ -210,6 +210,8 @@ def test_shards(toy, target):
 
 
 def test_dtype_converts(toy, target):
+    with pytest.raises(ConfigError, match=r"^dtype: expected torch.bfloat16, .* got torch.int8$"):
+        load(toy.write(), target=target, dtype=torch.int8)
     loaded = load(toy.write(), target=target, dtype=torch.float32)
     assert all(t.dtype is torch.float32 for name, t in loaded.weights.named() if name != "d2t")
     assert torch.equal(loaded.weights.fc, toy.tensors["fc.weight"].float())

@@ -8,6 +8,7 @@ import engine_check
 import pytest
 from engine_check import ENGINE, HOST, LANES, judged, lane_environment, table
 from socket_parts import cases
+from socket_parts.paired import differences
 from test_socket_check import served
 
 from eaglex.hosts.sglang import options
@@ -204,3 +205,46 @@ def test_acceptance_by_position() -> None:
     # of ten verifications two had no right draft, three one and five two
     assert cases.by_position([2, 3, 5]) == [0.8, 0.625]
     assert cases.by_position([4]) == cases.by_position([]) == []
+
+
+def histograms(run: dict[str, Any], *found: list[int]) -> dict[str, Any]:
+    for one in run["passes"]:
+        for request, histogram in zip(one["requests"], found, strict=False):
+            request["histogram"] = histogram
+    return run
+
+
+def test_acceptance_by_position_is_paired_by_prompt() -> None:
+    """Of one prompt 10 of 100 drafts more: the ratio's error is that of what the prompts differ by, not of either."""
+    stock = [[50, 50], [20, 80], [90, 10]]
+    assert differences(stock, stock) == [(0.0, 0.0)]
+    ((found, error),) = differences(stock, [[40, 60], [20, 80], [90, 10]])
+    assert found == pytest.approx(150 / 140 - 1, abs=1e-5)
+    # what each prompt adds to the difference of the two ratios, by hand: d_i = (h'_i - r' n_i - h_i + r n_i) / n
+    r, other = 140 / 300, 150 / 300
+    parts = [(60 - 50 - (other - r) * 100) / 300, -(other - r) * 100 / 300, -(other - r) * 100 / 300]
+    by_hand = (1.5 * sum(part * part for part in parts)) ** 0.5 / r
+    assert error == pytest.approx(by_hand, abs=1e-5)
+    assert differences([[1, 2, 3]], [[1, 2, 3]])[1] == (0.0, float("inf"))
+    with pytest.raises(ValueError, match="expected as many as EAGLE3's 3, got 1"):
+        differences(stock, stock[:1])
+
+
+@pytest.mark.parametrize(("third", "equal"), [([100, 100, 2000], True), ([100, 160, 1940], False)])
+def test_every_position_is_held_to_one_per_cent(third: list[int], equal: bool) -> None:
+    """60 of 2100 drafts at the second position, 2.9 %, are 1 % of the accept length."""
+    stock = histograms(served("EAGLE3"), *[[100, 100, 2000]] * 3)
+    ours = histograms(served("EAGLEX"), *[third] * 3)
+    row = judged("chain, acceptance", stock, ours, ENGINE)
+    assert row["equal"] is equal
+    assert "differs by" in table({"cases": [row]})[2]
+    assert not judged("chain, acceptance", served("EAGLE3"), served("EAGLEX"), ENGINE)["equal"], "nothing was counted"
+    assert judged("chain, many prompts", stock, ours, ENGINE)["equal"]
+
+
+@pytest.mark.parametrize("name", ["chain, small pool", "chain, forced retraction"])
+def test_a_case_about_retraction_has_some(name: str) -> None:
+    assert not judged(name, served("EAGLE3", retracted=1), served("EAGLEX"), ENGINE)["equal"]
+    row = judged(name, served("EAGLE3"), served("EAGLEX", retracted=2), ENGINE)
+    assert row["equal"]
+    assert "12 retractions (EAGLE3 0)" in table({"cases": [row]})[2]

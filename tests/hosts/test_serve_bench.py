@@ -40,7 +40,8 @@ def test_the_files_are_what_the_loader_reads(tmp_path: Path) -> None:
 def a_round(tok_s: float, extend: float) -> dict[str, Any]:
     stages = {"draft": 10.0, "extend": extend, "verify": 1900.0, "host": 80.0, "late": 20.0}
     return {
-        "batches": {"1": {"tok_s": tok_s, "cycle_us": 3e6 / tok_s, "accept_length": 3.0}}, "ttft_ms": 9.0,
+        "batches": {"1": [{"tok_s": tok_s, "cycle_us": 3e6 / tok_s, "accept_length": 3.0}]},
+        "first": [{"first_token_ms": {"512": ms}, "one_token_ms": {"512": ms + 1}} for ms in (9.0, 30.0, 8.0)],
         "probe": {
             "stages": {name: {"1": {"median": us, "n": 9}} for name, us in stages.items()}, "gpu_bytes": 2 * 10**9,
             "paused_cycles": 4,
@@ -54,15 +55,93 @@ def test_a_row_is_the_median_over_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     (row,) = serve_bench.rows_of("eaglex", rounds, startup=40.0, commit="abc")
     expected = {
         "engine": "eaglex", "tok_s": 900, "draft_us": 1110.0, "extend_us": 1100, "host_us": 100.0, "memory_gb": 2.0,
-        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 4,
+        "num_steps": 5, "topk": 1, "placement": "rank0", "commit": "abc", "paused_cycles": 4, "ttft_ms": 9.0,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     (none,) = serve_bench.rows_of("none", [a_round(450, 1) | {"probe": {}}], startup=30.0, commit="abc")
     assert (none["draft_us"], none["host_us"], none["num_steps"]) == (None, None, 0)
     (stock,) = serve_bench.rows_of("eagle3", [a_round(600, 1)], startup=30.0, commit="abc")
-    lines = serve_bench.table({"rows": [row, stock, none]})
+    lines = serve_bench.table({"rows": serve_bench.compared([row, stock, none])})
     assert lines[2].endswith("| 1.500 |")
     assert lines[4].endswith("| 0.750 |")
+    assert (row["rounds"], row["ratios"]) == ([900, 1000, 700], [1.5])
+
+
+def test_the_ratio_is_that_of_turns_beside_each_other() -> None:
+    """A host that is slow for a while is slow for both: medians of each alone would say 0.5."""
+    rows = [
+        {"engine": "fp8", "batch": 1, "rounds": [1200, 500, 500, 480, 1300]},
+        {"engine": "eagle3", "batch": 1, "rounds": [1000, 400, 1000, 400, 1000]},
+        {"engine": "none", "batch": 4, "rounds": [10]},
+    ]
+    assert [row["ratio"] for row in serve_bench.compared(rows)] == [1.2, 1.0, None]
+
+
+ENGINE = """
+import json, pathlib, sys, time
+name, out = sys.argv[2], pathlib.Path(sys.argv[3])
+out.with_suffix(".ready").write_text(json.dumps({"startup_s": 1.5}))
+for number in range(99):
+    while not out.with_suffix(f".go{number}").is_file():
+        time.sleep(0.01)
+    asked = json.loads(out.with_suffix(f".go{number}").read_text())
+    found = {"tok_s": (90 if name == "eagle3" else 99) * asked, "cycle_us": 1.0, "accept_length": 3.0} \
+        if isinstance(asked, int) else {"first_token_ms": {"512": 2.0}, "one_token_ms": {"512": 3.0}}
+    if asked == "probe":
+        found = {}
+    if name == "none" and number == 8:
+        sys.exit(1)
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.rename(out.with_suffix(f".round{number}"))
+"""
+
+
+def test_engines_take_turns_batch_by_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three turns at batch 1, one at 4, two of first tokens, the probe; an engine that ends has its whole rounds."""
+    for name, value in {"BATCHES": "1,4", "TURNS": "3,1", "FIRST_TOKENS": "2", "SECONDS": "40"}.items():
+        monkeypatch.setenv(name, value)
+    made = serve_bench.Run(tmp_path, ["eaglex", "eagle3", "none"])
+    given, order = made.given, []
+    monkeypatch.setattr(made, "given", lambda name, what: (order.append((name, what)), given(name, what))[1])
+    tool = tmp_path / "engine.py"
+    tool.write_text(ENGINE)
+    try:
+        for process in made.processes.values():
+            process.start(str(tool))
+        assert made.up()
+        made.round(0)
+        made.round(1)
+    finally:
+        for process in made.processes.values():
+            process.kill()
+    assert [name for name, _ in order[:6]] == ["eaglex", "eagle3", "none", "none", "eagle3", "eaglex"]
+    assert [what for name, what in order[:21] if name == "eagle3"] == [
+        1,
+        1,
+        1,
+        4,
+        "first tokens",
+        "first tokens",
+        "probe",
+    ]
+    rows = {(row["engine"], row["batch"]): row for row in made.report({"commit": "abc"})["rows"]}
+    assert rows["eaglex", 1]["rounds"] == [99] * 6
+    assert (rows["eaglex", 4]["ttft_ms"], rows["eaglex", 4]["one_token_ms"]) == (2.0, {"512": 3.0})
+    assert (rows["eaglex", 4]["ratios"], rows["none", 4]["rounds"]) == ([1.1, 1.1], [396])
+    assert "eagle3 round 1" in capsys.readouterr().out
+
+
+def test_turns_are_one_number_or_one_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHES", "1,4,16")
+    assert serve_bench.turns_of(4) == 1
+    monkeypatch.setenv("TURNS", "5,2,1")
+    assert [serve_bench.turns_of(batch) for batch in (1, 4, 16)] == [5, 2, 1]
+    monkeypatch.setenv("TURNS", "5,2")
+    with pytest.raises(SystemExit, match="TURNS: expected one number, or 3 as BATCHES has"):
+        serve_bench.turns_of(1)
 
 
 @pytest.mark.parametrize("name", serve_bench.ENGINES)

@@ -15,8 +15,9 @@ out.with_suffix(".ready").write_text(json.dumps({"startup_s": 1.5}))
 for number in range(int(sys.argv[2] == "broken") or 99):
     while not out.with_suffix(f".go{number}").is_file():
         time.sleep(0.01)
-    found = {"tok_s": (100 if name == "none" else 98) * (1 + number % 2), "accept_length": 1.0}
-    if out.with_suffix(".last").is_file():
+    asked = json.loads(out.with_suffix(f".go{number}").read_text())
+    found = {"tok_s": (100 if name == "none" else 98) * (1 if asked == 1 else 2), "accept_length": 1.0}
+    if asked == "probe":
         found = {"paused_cycles": 7}
     part = out.with_suffix(".part")
     part.write_text(json.dumps(found))

@@ -83,6 +83,7 @@ def test_a_server_that_answers_alike_passes(fake: Fake, monkeypatch: pytest.Monk
     assert report["counts"]["afterwards"] == 25
     assert {"plain", "plain, not compared", "sampled"} <= set(report["counts"])
     assert report["completion"] == "pass"
+    assert report["traffic_s"] > 0.3
 
 
 def test_a_wrong_token_is_seen(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def test_doctor_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WRONG = {
+    '{"pausing": true, "pausing": false}': "twice", "[" * 10**5: "a JSON object",
     "{": "a JSON object", "[]": "a JSON object", '{"draft": 1}': "'draft'",
     '{"drafter": "stock"}': "'host' or 'engine'",
     '{"placement": 0}': "placement", '{"aux_layer_ids": [1.5]}': "a list of integers", '{"aux_layer_ids": []}': "aux",

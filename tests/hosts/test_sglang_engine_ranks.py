@@ -17,10 +17,10 @@ from rank_processes import Ranks
 from support import emulated
 from test_sglang_dedicated import Tolerant, between_gpus
 
-from eaglex import checkpoint
+from eaglex import bridge, checkpoint
 from eaglex.config import EngineLimits, SpeculationConfig
 from eaglex.engine import DraftResults
-from eaglex.errors import BridgeError, CheckpointError
+from eaglex.errors import BridgeError, CheckpointError, DeviceError
 from eaglex.hosts.sglang import options
 from eaglex.hosts.sglang.hooks import UPDATES
 from eaglex.hosts.sglang.ranks import Link
@@ -202,10 +202,19 @@ def test_a_rank_may_come_late_to_an_update_that_makes_the_bridge_again(late: int
     on_ranks(2, tmp_path, body)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(fails: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [None, "files", 0, 1])
+def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(
+    fails: str | int | None, tmp_path: Path
+) -> None:
+    """What fails: nothing, the draft's files on the rank that drafts, or a rank's end of the bridge."""
+
     def no_file(*_: Any, **__: Any) -> None:
         raise CheckpointError("the draft's files are gone")
+
+    def no_bridge(members: Any, *_: Any, **__: Any) -> Any:
+        with members.step("bridge"):
+            if members.rank == fails:
+                raise DeviceError("no memory of another process can be opened")
 
     def body(rank: int, size: int) -> None:
         setting = Setting(draft=CASES / "C02_no_lm_head_full_vocab", target=CASES / "_target")
@@ -214,15 +223,17 @@ def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(f
             assert draft.facts.borrowed == ("embed_tokens", "lm_head")
             played(host, 6)
             updater = host.symbols["SchedulerWeightUpdaterManager"]()
-            if rank == 0 and fails:
+            if rank == 0 and fails == "files":
                 patch.setattr(checkpoint, "load", no_file)
+            if fails in (0, 1):
+                patch.setattr(bridge, "choose", no_bridge)
             updater.update_weights_from_disk(None)
             before = host.drafted
             for _ in range(4):
                 for request in host.running:
                     request.expected = type(request.expected).none()
                 host.decode([])
-                if not fails:
+                if fails is None:
                     break
             assert host.drafted == before
             host.worker.clear_cache_pool()
@@ -232,7 +243,7 @@ def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(f
                 request.expected = type(request.expected).none()
             host.decode([])
             tolerant = Tolerant(host)
-            if fails:
+            if fails is not None:
                 tolerant.loose |= {request.number for request in host.running}  # rows of theirs are missing
             played(host, 10)
             assert host.drafted > before
@@ -243,9 +254,34 @@ def test_an_engine_with_the_targets_head_is_made_again_on_all_ranks_or_on_none(f
     assert first == second
 
 
-def test_a_draft_that_fails_costs_drafts_on_all_ranks_and_nothing_else(tmp_path: Path) -> None:
-    from eaglex.errors import DeviceError
+def test_tied_embeddings_are_gathered_once(tmp_path: Path) -> None:
+    class Tied:
+        """A target whose head is its embedding: one parameter under both names."""
 
+        def __init__(self, whole: torch.Tensor, rank: int) -> None:
+            self.part = whole.chunk(2)[rank].clone()
+
+        def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.part, self.part
+
+    def body(rank: int, size: int) -> None:
+        whole = torch.arange(48.0).view(12, 4)
+        ranks = TargetRanks(Group(rank, size), options.Options(), rank=rank, size=size)
+        gathers, plain = [], ranks._whole
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "_whole", lambda *given: (gathers.append(given), plain(*given))[1])
+            for names in (("embed_tokens", "lm_head"), ("lm_head",), ()):
+                found = ranks.shared(Tied(whole, rank), names, 10, torch.float32)
+                assert set(found) == (set(names) if rank == 0 else set())
+                assert all(torch.equal(tensor, whole[:10]) for tensor in found.values())
+                assert len({id(tensor) for tensor in found.values()}) <= 1
+        assert len(gathers) == 2
+        dist.barrier()
+
+    on_ranks(2, tmp_path, body)
+
+
+def test_a_draft_that_fails_costs_drafts_on_all_ranks_and_nothing_else(tmp_path: Path) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise DeviceError("the device is having a bad day")
 

@@ -217,6 +217,23 @@ def test_a_target_that_does_not_capture_the_layers_is_named(host: Host) -> None:
         host.prefill(1)
 
 
+def test_the_first_verification_is_looked_at_whatever_a_prefill_of_as_many_requests_has_shown(host: Host) -> None:
+    host.prefill(2)
+    while any(request.unfinished for request in host.running):
+        host.prefill(0)
+    host.worker._stream.join()
+    plain = host.worker.verify
+
+    def narrow(*arguments: Any) -> Any:
+        result = plain(*arguments)
+        result.logits_output.hidden_states = result.logits_output.hidden_states[:, :512]
+        return result
+
+    host.worker.verify = narrow
+    with pytest.raises(ConfigError, match=r"expected \[rows, 768\] of layers \[1, 3, 4\], got \[\d+, 512\]"):
+        host.decode([])
+
+
 def test_layers_that_the_host_changes_before_capture_are_found(host: Host) -> None:
     host.worker.target_worker.model_runner.model.set_eagle3_layers_to_capture([2, 4, 5])
     with pytest.raises(ConfigError, match=r"expected layers_to_capture=\[2, 4, 5\], got \[3, 5, 6\]"):

@@ -22,6 +22,7 @@ SHAPE = {
 DRAFT_VOCAB = 32000
 PROMPT, NEW = 512, 300
 LENGTHS = (64, PROMPT, 3000)
+FIRST, PROBE = "first tokens", "probe"  # turns that are not a batch
 STOCK_DRAFTS = ("eagle3", "eagle3-fp8", "none", "socket")
 
 
@@ -109,30 +110,27 @@ class Timed:
         for length in LENGTHS:
             self.engine.loop.run_until_complete(self.first_token(length))
 
-    def round(self, probe: Path) -> dict[str, Any]:
-        """Each batch once, then first tokens, then what the probe has seen (empty without speculation)."""
-        result: dict[str, Any] = {"batches": {}}
-        for batch in batches():
-            short, _ = self.took(batch, 2)
-            seconds, meta = self.took(batch, NEW)
-            tokens = NEW - 2
-            accept = meta.get("spec_accept_length") or 1.0
-            result["batches"][batch] = {
-                "tok_s": round(batch * tokens / (seconds - short), 1),
-                "cycle_us": round((seconds - short) / tokens * accept * 1e6, 1),
-                "accept_length": round(accept, 3),
-            }
+    def batch(self, size: int, new: int = NEW) -> dict[str, Any]:
+        """`size` requests of `new` tokens, less as many of 2."""
+        short, _ = self.took(size, 2)
+        seconds, meta = self.took(size, new)
+        tokens = new - 2
+        accept = meta.get("spec_accept_length") or 1.0
+        return {
+            "tok_s": round(size * tokens / (seconds - short), 1),
+            "cycle_us": round((seconds - short) / tokens * accept * 1e6, 1),
+            "accept_length": round(accept, 3),
+        }
 
-        def first(length: int, new: int = 4) -> float:
-            run = self.engine.loop.run_until_complete
-            taken = [run(self.first_token(length, new)) for _ in range(int(setting("FIRST_TOKENS", "9")))]
-            return round(statistics.median(taken) * 1e3, 2)
+    def first_tokens(self) -> dict[str, Any]:
+        """One prompt of each length: until its first token, and until it ends where that is all."""
+        run = self.engine.loop.run_until_complete
+        run(self.first_token(LENGTHS[0]))  # behind a stop of the process
 
-        result["first_token_ms"] = {length: first(length) for length in LENGTHS}
-        result["one_token_ms"] = {length: first(length, 1) for length in LENGTHS}
-        result["ttft_ms"] = result["first_token_ms"][PROMPT]
-        result["probe"] = self.probed(probe)
-        return result
+        def each(new: int) -> dict[int, float]:
+            return {length: round(run(self.first_token(length, new)) * 1e3, 2) for length in LENGTHS}
+
+        return {"first_token_ms": each(4), "one_token_ms": each(1)}
 
     def probed(self, probe: Path) -> dict[str, Any]:
         if "SERVE_PROBE" not in os.environ:
@@ -167,11 +165,18 @@ def used_by(pid: int) -> int | None:
 
 
 def one(name: str, out: Path) -> None:
-    """Up, warm, then a round for each turn that is given."""
+    """Up, warm, then what each turn asks for: a batch of so many requests, first tokens, or what the probe has seen."""
     timed = Timed(name, out)
     timed.warm()
     write(out.with_suffix(".ready"), {"startup_s": round(timed.startup, 1)})
-    for number in range(int(setting("ROUNDS", "3"))):
-        if not turn(out, number):
-            return
-        write(out.with_suffix(f".round{number}"), timed.round(Path(setting("SERVE_PROBE", ""))))
+    number = 0
+    while turn(out, number):
+        asked = json.loads(out.with_suffix(f".go{number}").read_text())
+        if asked == FIRST:
+            done = timed.first_tokens()
+        elif asked == PROBE:
+            done = timed.probed(Path(setting("SERVE_PROBE", "")))
+        else:
+            done = timed.batch(asked, int(setting("NEW", str(NEW))))
+        write(out.with_suffix(f".round{number}"), done)
+        number += 1

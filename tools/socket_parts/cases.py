@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from socket_parts.paired import differences
+
 ALGORITHMS = ("EAGLE3", "EAGLEX")
 CHAIN = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
@@ -46,6 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "chain, features, no overlap": CHAIN | NO_OVERLAP | {"skip_tokenizer_init": False},
     "chain, mixed sampling": CHAIN,
     "chain, many prompts": CHAIN,
+    "chain, acceptance": CHAIN
+    | {"max_running_requests": 64, "cuda_graph_max_bs_decode": 64, "chunked_prefill_size": 1024},
+    "chain, no radix cache": CHAIN | {"disable_radix_cache": True},
     "chain, adaptive": CHAIN | {"speculative_adaptive": True},
     "chain, structured": CHAIN | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"},
     "tree, structured": TREE | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"},
@@ -62,7 +67,10 @@ COMMON: dict[str, Any] = {
 UPDATES = ("disk", "tensor", "distributed")
 IPC_UPDATES = ("tensor", "ipc")  # the host takes weights by IPC with checkpoint-engine's worker, a package of its own
 # the slow ones serve the requests once
-ONE_PASS = ("3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts", "adaptive")
+ONE_PASS = (
+    "3 slots", "small pool", "forced retraction", "eager", "two GPUs", "many prompts", "adaptive", "acceptance",
+    "no radix cache",
+)  # fmt: skip
 # Where a request starts anew depends on timing, and what it then says can depend on where: the host computes K and V of
 # its tokens again as a prompt, with other roundings than verification's. So stock's tokens differ from stock's own.
 MOVED_BY_RETRACTION = ("small pool", "forced retraction")
@@ -90,9 +98,12 @@ def environment_of(name: str) -> dict[str, str]:
     """What the host reads from the environment.
 
     It cuts prompts of a deterministic server at multiples of a size that is 4096 by default: no chunk would ever be
-    cut. On two GPUs it refuses to start where other engines hold unequal parts of their memory.
+    cut. On two GPUs it refuses to start where other engines hold unequal parts of their memory. A share of what the
+    running requests may still say is kept free, so that none is retracted: in a small pool nothing is.
     """
     found = {"SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "128"}
+    if "small pool" in name:
+        found |= {"SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0", "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
     if "forced retraction" in name:
         found |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "13"}
     if gpus_of(name) > 1:
@@ -136,6 +147,13 @@ def misshapen(asked: dict[str, Any], text: str) -> bool:
 
 def workload_of(name: str, prompts: Path) -> list[dict[str, Any]]:
     """The requests of a case."""
+    if "acceptance" in name:
+        return long_answers(prompts)
+    if "no radix cache" in name:
+        # Where a prompt that is cut at the multiple that a deterministic server asks for leaves room in its chunk, the
+        # host cuts a second one there if that heeds no EOS, and takes the first for whole: EAGLE3 answered behind 128
+        # of 361 tokens. Without a radix cache alone, in which it admits such requests otherwise.
+        return [request | {"ignore_eos": False} for request in workload(prompts, 0.0)]
     share = 1.0 if "sampled" in name else 0.5 if "mixed sampling" in name else 0.0
     asked = FEATURES if "features" in name else SHAPES if "structured" in name else ()
     return workload(prompts, share, features=asked, times=2 if "many prompts" in name else 1)
@@ -189,6 +207,20 @@ def workload(
     return requests
 
 
+def long_answers(prompts: Path, count: int = 800, new: int = 128) -> list[dict[str, Any]]:
+    """Prompts of 16 to 272 tokens, each with `new` of them to come: many verifications for little else."""
+    import numpy
+
+    text = numpy.load(prompts).astype(int).tolist()
+    choose = random.Random(11)
+    requests = []
+    for number in range(count):
+        length = choose.randint(16, 272)
+        start = choose.randrange(len(text) - length)
+        requests.append({"ids": text[start : start + length], "new": new, "ignore_eos": True, "at": 0.002 * number})
+    return requests
+
+
 def differing(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[int]:
     """Places of the requests that two passes both answer, and not with the same tokens."""
     pairs = enumerate(zip(one, other, strict=True))
@@ -226,14 +258,18 @@ def by_position(by_correct: list[int]) -> list[float]:
     return [round(after / before, 4) for before, after in itertools.pairwise(reached) if before]
 
 
+def summed(histograms: list[list[int]]) -> list[int]:
+    return [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
+
+
 def compared(
     name: str, stock: dict[str, Any], ours: dict[str, Any], *, base: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Token for token, and accept counts, over all passes. `base`: stock's result without retraction, where known."""
     row: dict[str, Any] = {"case": name, "prompts": 0, "tokens": 0, "different": [], "accept_differs": 0, "errors": 0}
     sums = {"EAGLE3": [0, 0], "EAGLEX": [0, 0]}
-    by_correct: dict[str, list[int]] = {"EAGLE3": [], "EAGLEX": []}
-    counts = {"retracted": 0, "cached": 0, "aborted": 0}
+    histograms: dict[str, list[list[int]]] = {"EAGLE3": [], "EAGLEX": []}
+    counts = {"retracted": 0, "retracted_by_stock": 0, "cached": 0, "aborted": 0}
     after_retraction = []
     for number, (theirs, mine) in enumerate(zip(stock["passes"], ours["passes"], strict=True)):
         for place, (a, b) in enumerate(zip(theirs["requests"], mine["requests"], strict=True)):
@@ -254,15 +290,16 @@ def compared(
                 row["logprob_error"] = max(row.get("logprob_error", 0.0), abs(one - other))
             row["accept_differs"] += (a["verify"], a["correct"]) != (b["verify"], b["correct"])
             counts["retracted"] += b["retracted"]
+            counts["retracted_by_stock"] += a["retracted"]
             counts["cached"] += b["cached"]
             for key, value in (("EAGLE3", a), ("EAGLEX", b)):
                 sums[key][0] += value["correct"]
                 sums[key][1] += value["verify"]
-                histogram = value.get("histogram", [])
-                by_correct[key] = [x + y for x, y in itertools.zip_longest(by_correct[key], histogram, fillvalue=0)]
+                histograms[key].append(value.get("histogram", []))
     accept = {key: 1 + correct / max(verify, 1) for key, (correct, verify) in sums.items()}
     row |= counts | {"accept_length": accept, "verifies": {key: value[1] for key, value in sums.items()}}
-    row["accept_by_position"] = {key: by_position(found) for key, found in by_correct.items()}
+    row["accept_by_position"] = {key: by_position(summed(found)) for key, found in histograms.items()}
+    row["accept_difference"] = differences(histograms["EAGLE3"], histograms["EAGLEX"])
     row["seconds"] = {x["algorithm"]: [round(p["seconds"], 2) for p in x["passes"]] for x in (stock, ours)}
     may_move = has(name, MOVED_BY_RETRACTION)
     if may_move:

@@ -185,7 +185,7 @@ def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> Non
     engine = engine_of(
         str(pair / "target"), str(pair / "draft") if speculates else None, algorithm if speculates else None, **options
     )
-    requests = workload_of(name, prompts)
+    requests = workload_of(name, prompts)[: int(os.environ.get("REQUESTS", "100000"))]
     write(out.with_suffix(".ready"), True)
     if not turn(out):
         return

@@ -16,15 +16,16 @@ import torch
 
 from eaglex.config import DraftConfig
 from eaglex.errors import ConfigError
-from eaglex.hosts.sglang import compat
+from eaglex.hosts.sglang import compat, process_memory
 from eaglex.weights import DraftWeights
 
 
 @dataclass
 class Ledger:
-    """Bytes of GPU memory by purpose: planned from shapes, and used, by what was free before and after.
+    """Bytes of GPU memory by purpose: planned from shapes, and used, by what this process had before and after.
 
-    Another process that takes memory of the same GPU meanwhile is counted too; without a GPU nothing is.
+    Where the driver does not tell that, by what was free: another process that takes memory of the same GPU meanwhile
+    is counted then. Without a GPU nothing is.
     """
 
     device: torch.device
@@ -34,16 +35,20 @@ class Ledger:
     @contextlib.contextmanager
     def taking(self, purpose: str) -> Iterator[None]:
         """Count what the block takes, and what it gives back, under `purpose`."""
-        before = self._free()
+        own_before, all_before = self._taken()
         yield
-        self.used[purpose] = self.used.get(purpose, 0) + before - self._free()
+        own, taken = self._taken()
+        used = taken - all_before if own is None or own_before is None else own - own_before
+        self.used[purpose] = self.used.get(purpose, 0) + used
 
-    def _free(self) -> int:
+    def _taken(self) -> tuple[int | None, int]:
+        """What this process has, where that is known, and what all of them have."""
         if self.device.type != "cuda":
-            return 0
+            return None, 0
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what is cached and free is neither used by the draft nor lost to the host
-        return torch.cuda.mem_get_info(self.device)[0]
+        free, total = torch.cuda.mem_get_info(self.device)
+        return process_memory.used_here(self.device), total - free
 
     def __str__(self) -> str:
         parts = [f"{name} {size / 1e9:.3f}" for name, size in self.planned.items()]
@@ -60,8 +65,9 @@ def kv_bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:
 
 
 def own_weight_bytes(weights: DraftWeights, shared: tuple[str, ...]) -> int:
-    """Bytes of the draft's tensors, without those that are the target's own memory."""
-    return sum(tensor.nbytes for name, tensor in weights.named() if name not in shared)
+    """Bytes of the draft's tensors, without those that are the target's own memory; of tied ones once."""
+    own = {id(tensor): tensor.nbytes for name, tensor in weights.named() if name not in shared}
+    return sum(own.values())
 
 
 def charge_kv(model_runner: Any, bytes_per_token: int) -> None:

@@ -177,7 +177,7 @@ class DraftSide:
         """
         return self.facts.borrowed == ("embed_tokens",)
 
-    def _agreed(self, failure: Exception | None) -> bool:
+    def _agreed(self, failure: str | None) -> bool:
         """Whether the rank that drafts has an engine again; all ranks ask. Without one they all go on without drafts,
         until the next update.
         """
@@ -185,16 +185,37 @@ class DraftSide:
         if self.ranks.told(failure is None):
             return True
         if failure is not None:
-            logger.error(
-                "EAGLEX: after an update of weights the engine could not be made again; requests go on without drafts "
-                "until the next update: %s",
-                failure,
-            )
+            self._say_why_alone("engine", failure)
+        self._go_alone()
+        return False
+
+    def _connected_again(self, connect: Callable[[], None]) -> bool:
+        """Whether there is a bridge over the new engine's results; where one rank fails, none has one, as each step of
+        it is agreed, and all go on without drafts until the next update.
+        """
+        try:
+            connect()
+        except Exception as error:  # its own on the rank that fails, BridgeError on the others
+            self._say_why_alone("bridge between ranks", str(error) or type(error).__name__)
+            self._link = None
+            self._go_alone()
+            return False
+        return True
+
+    def _say_why_alone(self, what: str, failure: str) -> None:
+        logger.error(
+            "EAGLEX: after an update of weights the %s could not be made again; requests go on without drafts "
+            "until the next update: %s",
+            what,
+            failure,
+        )
+
+    def _go_alone(self) -> None:
+        """Roots alone from now on."""
         results = DraftResults.allocate(self.speculation, self.limits, self.device)
         self._alone = Follower.alone(
             self.speculation, limits=self.limits, vocab_size=self.config.vocab_size, results=results
         )
-        return False
 
     def forget(self) -> None:
         """No slot has a draft any more."""

@@ -193,15 +193,15 @@ class EngineDraft(DraftSide):
         if self.metrics is not None:
             self.metrics.restart()
         self.memory = draft_memory.Ledger(self.device)
-        failure = None
+        failure: str | None = None
         try:
             self._make_engine()
             self._capture()
         except Exception as error:  # no memory, no file any more: the target has its weights, and serves
-            failure = error.with_traceback(None)  # whose frames hold half an engine
+            failure = str(error) or type(error).__name__  # the error's own frames hold half an engine
             self._engine = self._weights = self._embedding = None
-        if self._agreed(failure):
-            self._connect(self.engine.results)
+        if self._agreed(failure) and not self._connected_again(lambda: self._connect(self.engine.results)):
+            self._engine = self._weights = self._embedding = None
 
     def _renew_embedding(self) -> None:
         model, model_config = self.target_worker.model_runner.model, self.target_worker.model_config

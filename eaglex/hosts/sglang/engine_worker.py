@@ -62,7 +62,8 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         self._forwards: Any = None  # the stream of the last forward
         self._stream = DraftStream(device)
         self._fence, self._events = Fence(), Events()
-        self._relayed_by_rows: dict[int, Copies] = {}
+        self._relayed_by_rows: dict[int, Copies] = {}  # of verifications, whose hidden states were checked once
+        self._relayed_otherwise: dict[int, Copies] = {}
         self._begin: Callable[[Any], None] | None = self._draft_worker.begin  # None where it would do nothing
         self._aux_width = self._draft_worker.config.aux_width
         self._draft_input, self._run_verify = compat.symbol("EagleDraftInput"), compat.symbol("run_eagle_verify")
@@ -211,7 +212,7 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
         relayed = self._relayed_by_rows.get(bonus_tokens.shape[0])
         if relayed is None:  # of later ones of as many requests, the engine sees whether they have another size
             self._checked(hidden_states)
-            relayed = self._relayed_of(bonus_tokens)
+            relayed = self._relayed_by_rows[bonus_tokens.shape[0]] = self._relayed_of(bonus_tokens)
         result.next_draft_input = relayed.made("bonus_tokens", bonus_tokens)
         verified = new(
             Verified,
@@ -273,15 +274,16 @@ class EaglexEngineWorker(_Base):  # type: ignore[misc]
 
     def _relayed(self, bonus_tokens: Tensor) -> Any:
         """What the host carries to the next cycle: bonus tokens, and top-k columns that it slices and nobody reads."""
-        made = self._relayed_by_rows.get(bonus_tokens.shape[0]) or self._relayed_of(bonus_tokens)
+        rows = bonus_tokens.shape[0]
+        made = self._relayed_otherwise.get(rows)
+        if made is None:
+            made = self._relayed_otherwise[rows] = self._relayed_of(bonus_tokens)
         return made.made("bonus_tokens", bonus_tokens)
 
     def _relayed_of(self, bonus_tokens: Tensor) -> Copies:
         rows = bonus_tokens.shape[0]
         topk_p, topk_index = self._no_topk_p[:rows], self._no_topk_index[:rows]
-        example = self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
-        made = self._relayed_by_rows[rows] = Copies(example)
-        return made
+        return Copies(self._draft_input(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index))
 
     def clear_cache_pool(self) -> None:
         """The host flushes: no draft runs any more, and none is remembered."""

@@ -48,8 +48,8 @@ class FollowerDraft(FollowingSide):
         self._buffers.forget()
         self._link = self._follower = None
         self._share()
-        if self._agreed(None):
-            self._follow()
+        if self._agreed(None) and not self._connected_again(self._follow):
+            self._follower = None
 
     @property
     def rows_kept(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 from eaglex.aux_layers import AuxConvention
 from eaglex.bridge_transport import GPU_TRANSPORTS
 from eaglex.errors import ConfigError
+from eaglex.fields import no_duplicates
 from eaglex.hot_vocab import HotVocab
 from eaglex.packed import Auto, DraftQuant
 
@@ -95,8 +96,8 @@ def _parse(text: str) -> Options:
     if not text:
         return Options()
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = json.loads(text, object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{VARIABLE}: expected a JSON object, got {text!r} ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{VARIABLE}: expected a JSON object, got {text!r}")

@@ -46,7 +46,10 @@ class Ranks:
         """
         parts = dict(zip(SHARED, model.get_embed_and_head(), strict=True))
         # All gathers in front of all that may fail on one rank alone, such as memory on its device.
-        gathered = {name: self._whole(parts[name].detach(), vocab_size) for name in SHARED if name in names}
+        embedding, head = (parts[name].data_ptr() for name in SHARED)
+        tied = embedding == head and set(names) == set(SHARED)  # on all ranks or none
+        once = SHARED[:1] if tied else tuple(name for name in SHARED if name in names)
+        gathered = {name: self._whole(parts[name].detach(), vocab_size) for name in once}
         found: dict[str, Tensor] = {}
         for name, whole in gathered.items():
             if whole is None:
@@ -57,6 +60,8 @@ class Ranks:
                     f"{list(whole.shape)} {whole.dtype}."
                 )
             found[name] = whole[:vocab_size].to(parts[name].device)
+        if tied and found:
+            found["lm_head"] = found["embed_tokens"]
         return found
 
     def _whole(self, part: Tensor, vocab_size: int) -> Tensor | None:

@@ -78,6 +78,8 @@ class VerifyBuffers:
         """
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         trees.tree(self.tensors, **ids, stream=stream)
+        if self.kept is None:
+            return  # made for one verification
         self.repeated = trees.repeated_tree(self.tensors, **ids)
         self.again = self.repeated.again
 
