@@ -22,7 +22,7 @@ class Drafted {
     std::vector<std::int64_t> tokens = tokens_;
     std::vector<std::int32_t> ids(m.top_ids.size()), nodes(m.frontier_nodes.size());
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-      tokens[i] = (static_cast<std::int64_t>(i) * 104729 + 77) % m.shape.draft_vocab;
+      tokens[i] = (static_cast<std::int64_t>(i) * 104729 + 77) % std::min(m.shape.draft_vocab, m.shape.vocab);
       const std::size_t rank = topk - 1 - i % topk;  // the frontier is in another order than the candidates
       ids[i - i % topk + rank] = static_cast<std::int32_t>(tokens[i]);
       nodes[i] = static_cast<std::int32_t>(rank) + 1;

@@ -2,6 +2,7 @@
 #include "cuda/fast.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -22,16 +23,6 @@ using stream::kKMultiple;
 using stream::kMaxTokens;
 
 constexpr int kOldest = 90;  // bulk copies and programmatic dependent launch
-
-bool wants_early() {
-  const char* const early = std::getenv("EAGLEX_EARLY");
-  return early == nullptr || std::strcmp(early, "0") != 0;
-}
-
-int number_of(const char* variable, int otherwise) {
-  const char* const set = std::getenv(variable);
-  return set == nullptr ? otherwise : std::atoi(set);
-}
 
 bool wants_plain() {
   const char* const chain = std::getenv("EAGLEX_CHAIN");
@@ -83,7 +74,8 @@ class StreamChain final : public FastChain {
         batch_(setup.batch),
         pool_k_(setup.pool_k.begin(), setup.pool_k.end()),
         pool_v_(setup.pool_v.begin(), setup.pool_v.end()),
-        attends_(stream::attends(stream::current_device(), context_.config.head_dim)) {
+        attends_(stream::attends(stream::current_device(), context_.config.head_dim)),
+        begins_early_(begins_early(setup.context)) {
     const stream::DeviceLimits device = stream::current_device();
     const stream::StreamNeeds needs = needs_of(setup);
     for (const Linear& linear : setup.weights) {
@@ -150,8 +142,7 @@ class StreamChain final : public FastChain {
     const cuda::RelaxedCapture relaxed;
     const std::size_t counters = static_cast<std::size_t>(stream::num_counters(plan_.needs)) * sizeof(std::uint32_t);
     const std::size_t words = stream::word_count(plan_.device) * sizeof(std::uint64_t);
-    for (std::uint32_t* const of : {plan_.counters, plan_.early_counters})
-      stream::check(cudaMemsetAsync(of, 0, counters, to), "clearing counters");
+    stream::check(cudaMemsetAsync(plan_.counters, 0, counters, to), "clearing counters");
     for (std::uint64_t* const of : {plan_.words, plan_.early_words})
       stream::check(cudaMemsetAsync(of, 0xFF, words, to), "clearing words");
     stream::check(cudaMemsetAsync(plan_.broken, 0, sizeof(*plan_.broken), to), "clearing words");
@@ -211,9 +202,7 @@ class StreamChain final : public FastChain {
       // Its own flag is raised by the kernel before it; that of the step before says early that nobody drafts.
       plan.needed_late = plan.needed;
       plan.needed = plan_.drafting + params.rows.step - 1;
-      plan.hidden_is_there =
-          context_.speculation.topk == 1 && context_.config.next_hidden != NextHidden::kNormed && wants_early();
-      plan.spare_slots = number_of("EAGLEX_SPARE_QKV", 0);
+      plan.hidden_is_there = begins_early_;
     }
     stream::launch_qkv(plan, launch, context_, batch_, to);
     return true;
@@ -224,7 +213,6 @@ class StreamChain final : public FastChain {
     stream::StreamPlan plan = plan_for(params.rows);
     plan.last_queries = last_queries_ && params.rows.pass == Pass::kExtendLast;
     stream::launch_attention(plan, params, context_, batch_, to);
-    behind_attention_ = true;
     return true;
   }
 
@@ -232,9 +220,7 @@ class StreamChain final : public FastChain {
     if (!takes(params.rows)) return false;
     ProjectionParams launch = params;
     launch.weight = tiled(params.weight);
-    stream::StreamPlan plan = plan_for(params.rows);
-    if (std::exchange(behind_attention_, false)) plan.spare_slots = number_of("EAGLEX_SPARE_O", 0);
-    stream::launch_projection(plan, launch, to);
+    stream::launch_projection(plan_for(params.rows), launch, to);
     return true;
   }
 
@@ -325,10 +311,18 @@ class StreamChain final : public FastChain {
     return plan;
   }
 
+  // Whether a chain's qkv may multiply its hidden states before it waits for head's second kernel, which must not replace
+  // them. A draft that may stop would pay for the product of the first step that nobody needs: 5 to 10 µs.
+  [[nodiscard]] static bool begins_early(const EngineContext& context) {
+    return context.speculation.topk == 1 && context.config.next_hidden != NextHidden::kNormed &&
+           std::isinf(context.speculation.stop_score);
+  }
+
   EngineContext context_;
   const DraftBatch* batch_;
   std::vector<void*> pool_k_, pool_v_;
   bool attends_;
+  bool begins_early_;
   std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
   std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;
@@ -337,7 +331,6 @@ class StreamChain final : public FastChain {
   bool last_queries_ = false;       // it has
   std::optional<Pending> pending_;  // a chain's head whose second kernel select() will launch
   bool releases_ = false;
-  bool behind_attention_ = false;
   bool lost_ = false;  // a wait was in vain, and nobody has been told
 };
 

@@ -2,7 +2,7 @@
 // over and sums up first, and waits for them only in front of its first epilogue.
 //
 // Caller: run_block (gemm.cuh).    Bytes: as there.
-// Mapping: as there; words, counters and sums are this launch's own. The warp of the weights never waits for the kernels
+// Mapping: as there; words are this launch's own. The warp of the weights never waits for the kernels
 // before: that would hold it up with the rest.
 #pragma once
 
@@ -32,60 +32,41 @@ struct ProducersRunning {
   }
 };
 
-// GemmShape::x_is_there: the block waits only when it has a tile's sums, or has handed over all that it has for others:
-// words, counters and sums are this launch's own. The warp of the weights never waits.
-template <class Weights, int kTokenTiles, class Step>
+// GemmShape::x_is_there, a single token, x kept: the block waits only when it has a tile's sums, or has handed over all
+// that it has for others.
+template <class Weights, class Step>
 __device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLayout& at,
                                           const typename Step::Params& params, const Ring& ring, std::byte* shared,
                                           int issued, auto& kept, auto& consumer) {
-  using G = Geometry<Weights, kTokenTiles>;
-  constexpr bool kStreams = !Weights::kKeepsX;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int first = shape.split.first(blockIdx.x);
-  const int last = shape.split.first(blockIdx.x + 1);
   if (warp == kConsumerWarps) {
-    if (lane == 0) produce_weights<Weights, kTokenTiles, Step::kNormed && kStreams>(shape, ring, issued, first, last);
+    const int first = shape.split.first(blockIdx.x);
+    const int last = shape.split.first(blockIdx.x + 1);
+    if (lane == 0) produce_weights<Weights, 1, false>(shape, ring, issued, first, last);
     return;
   }
   if (warp < kConsumerWarps) {
-    if constexpr (kStreams) {
-      consumer.run(ProducersRunning{shape});
-    } else {
-      const bf16* row = Step::early_source(params, 0);
-      kept.keep(at, shared, &row);
-      std::int32_t broken;
-      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
-      consumer.run_kept(broken, ProducersRunning{shape});
-    }
-    return;
+    const bf16* row = Step::early_source(params);
+    kept.keep(at, shared, &row);
+    std::int32_t broken;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(broken) : "l"(shape.broken) : "memory");
+    return consumer.run_kept(broken, ProducersRunning{shape});
   }
-  auto* const rows = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
-  const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
+  auto* const row_info = reinterpret_cast<typename Step::RowInfo*>(shared + at.row_info);
+  const bf16** const source = reinterpret_cast<const bf16**>(shared + at.sources);
   const auto locate = [&] {
-    for (int token = lane; token < shape.tokens; token += 32)
-      Step::locate(params, token, sources + token, G::kTokens, rows + token);
+    if (lane == 0) Step::locate(params, 0, source, 8, row_info);
     __syncwarp();
   };
   locate();  // brings code and pages into the caches
-  const int before = consumer.unit_of_wait();
-  RingPosition position(kProducer);
-  if constexpr (kStreams) {
-    for (int token = lane; token < shape.tokens; token += 32) sources[token] = Step::early_source(params, token);
-    __syncwarp();
-    produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, before, position);
-  }
   early_barrier();
   wait_for_producers();
   if (shape.release == Release::kAfterWait) release_dependents();
-  const bool idle = is_idle(shape.needed_late);
-  if (!idle) {
-    locate();
-    if (lane == 0) mbar_arrive(ring.empty + 8 * ring.stages);
-  }
-  if constexpr (kStreams) produce_activations<Weights, kTokenTiles>(shape, ring, sources, before, last, position);
-  if (!idle) Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  if (is_idle(shape.needed_late)) return;
+  locate();
+  if (lane == 0) mbar_arrive(ring.empty + 8 * ring.stages);
+  Step::template beside<1>(params, source, shape.tokens, lane);
 }
 
 }  // namespace eaglex::stream

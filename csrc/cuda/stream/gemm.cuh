@@ -101,13 +101,10 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
     Step::template end<1>(params_, role_, shape_.tokens, shared_ + at_.state);
   }
 
-  // `producers` as in run_kept.
-  template <class Producers>
-  __device__ void run(Producers producers) {
+  __device__ void run() {
     const int first = first_;
     const int last = last_;
     RingPosition at(kConsumer);
-    begin_waiting(Producers::kRunning);
     for (int unit = first, tile = tile_; unit < last; ++tile) {
       if (Weights::kRowScales && role_.half == 0 && role_.lane == 0) touch(row_scales(tile));
       const int piece_begin = unit;
@@ -125,25 +122,16 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
         this->publish(this->slot(blockIdx.x, tile, segment),
                       acc);  // another segment follows: its sums have another 1/rms
       }
-      if (!this->waits_) wait_once(producers);
       if (kSliced && this->sliced() && !whole(tile, first, last)) {
         this->hand_over(tile, segment, acc);
       } else if (this->complete(tile, segment, piece_begin, piece_end, early, acc)) {
-        wait_once(producers);
-        if (this->rows_known_) epilogue(this->view_of(tile), acc);
+        epilogue(this->view_of(tile), acc);
       }
     }
     if constexpr (kSliced) {
       if (this->sliced()) sum_slices(first, last);
     }
-    wait_once(producers);
     Step::template end<kTokenTiles>(params_, role_, shape_.tokens, shared_ + at_.state);
-  }
-
-  // Behind which unit the consumers of run_early wait for the kernels before.
-  [[nodiscard]] __device__ int unit_of_wait() const {
-    const int end = (tile_ + 1) * per_tile_;
-    return min(last_, !this->waits_ || first_ == tile_ * per_tile_ ? end : end + per_tile_);
   }
 
  private:
@@ -362,9 +350,8 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   std::conditional_t<Weights::kKeepsX, KeptInputs<Weights, Step::kNormed>, StreamedInputs> kept(shape, first, last);
   Consumer<Weights, kTokenTiles, Step> consumer(shape, params, ring, shared, at);
   consumer.prepare();
-  if constexpr (Step::kMayBeEarly && kTokenTiles == 1) {
-    if (shape.x_is_there)
-      return run_early<Weights, kTokenTiles, Step>(shape, at, params, ring, shared, issued, kept, consumer);
+  if constexpr (Step::kMayBeEarly && Weights::kKeepsX) {
+    if (shape.x_is_there) return run_early<Weights, Step>(shape, at, params, ring, shared, issued, kept, consumer);
   }
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.
@@ -386,10 +373,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     if (idle) return;
     if (!kAllLocate && lane == 0) mbar_arrive(rows_ready);
     if (kAllLocate) mbar_wait(rows_ready, 0);
-    if constexpr (!Weights::kKeepsX) {
-      RingPosition position(kProducer);
-      produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last, position);
-    }
+    if constexpr (!Weights::kKeepsX) produce_activations<Weights, kTokenTiles>(shape, ring, sources, first, last);
     Step::template beside<kTokenTiles>(params, sources, shape.tokens, lane);
     asm volatile("cp.async.wait_all;" ::: "memory");
     return;
@@ -419,7 +403,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
     }
   }
   if constexpr (Weights::kKeepsX) consumer.run_kept(broken, ProducersDone{});
-  if constexpr (!Weights::kKeepsX) consumer.run(ProducersDone{});
+  if constexpr (!Weights::kKeepsX) consumer.run();
 }
 
 // More than 64 tokens leave no room for a second block on the SM, and only wgmma has use for them.

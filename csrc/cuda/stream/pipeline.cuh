@@ -213,7 +213,7 @@ __device__ __forceinline__ void land_ring(const Ring& ring, int count) {
 // in registers: with one warp for all copies of a chunk, a look-up per copy would be slower than the weights.
 template <class Weights, int kTokenTiles>
 __device__ void produce_activations(const GemmShape& shape, const Ring& ring, const bf16* const* sources, int first,
-                                    int last, RingPosition& at) {
+                                    int last) {
   using G = Geometry<Weights, kTokenTiles>;
   // Of 16 bytes, per token and pass; wgmma's panels come one by one.
   constexpr int kPieces = G::kWide ? kPanelK / 8 : G::kKBlocks * 4 < 32 ? G::kKBlocks * 4 : 32;
@@ -231,6 +231,7 @@ __device__ void produce_activations(const GemmShape& shape, const Ring& ring, co
                                               : ((piece / 4) * shape.tokens + token) * 64 + piece % 4 * 16);
   const bf16* rows[kCopies];
   int segment = -1;
+  RingPosition at(kProducer);
   Cursor cursor(shape, first);
   for (int unit = first; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
     if (cursor.segment != segment) {

@@ -65,15 +65,6 @@ std::size_t most_partial_bytes(const DeviceLimits& device, const StreamNeeds& ne
   return std::max(partial_bytes(largest, needs.max_segments), partial_bytes(wide, needs.max_segments));
 }
 
-// Of launches of up to 8 tokens, one segment.
-std::size_t most_early_partial_bytes(const DeviceLimits& device) {
-  GemmConfig largest;
-  largest.tile_rows = tile_rows_for(1);
-  largest.token_tiles = 1;
-  largest.grid = slots_of(device);
-  return partial_bytes(largest, 1);
-}
-
 StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace& workspace) {
   StreamPlan plan;
   plan.device = device;
@@ -85,8 +76,6 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.broken = workspace.take<std::int32_t>(1);
   plan.words = workspace.take<std::uint64_t>(word_count(device));
   plan.early_words = workspace.take<std::uint64_t>(word_count(device));
-  plan.early_counters = workspace.take<std::uint32_t>(static_cast<std::size_t>(num_counters(needs)));
-  plan.early_partials = workspace.take<std::byte>(most_early_partial_bytes(device));
   plan.failed = workspace.take<std::uint32_t>(1);
   plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));

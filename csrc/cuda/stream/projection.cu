@@ -59,9 +59,8 @@ void launch_projection(const StreamPlan& plan, const ProjectionParams& params, c
   const ProjectionStep::Params step{static_cast<const bf16*>(params.x), static_cast<const bf16*>(params.residual),
                                     static_cast<bf16*>(params.out), k, rows};
   const Tiles& tiles = tiles_of(params.weight);
-  GemmProblem problem = problem_of<ProjectionStep>(tiles, rows, k, 1, params.rows.max_rows);
-  problem.spare_slots = plan.spare_slots;
-  launch_gemm<ProjectionStep>(plan, tiles, problem, {}, shape, step, stream);
+  launch_gemm<ProjectionStep>(plan, tiles, problem_of<ProjectionStep>(tiles, rows, k, 1, params.rows.max_rows), {},
+                              shape, step, stream);
 }
 
 }  // namespace eaglex::stream

@@ -49,8 +49,7 @@ struct StreamPlan {
   // launch_qkv_drafted's hidden states were written before the kernel before began: head, which releases it after its
   // own wait, has waited for them, and nothing replaces them behind head.
   bool hidden_is_there = false;
-  int spare_slots = 0;  // GemmProblem::spare_slots
-  int first_row = 0;    // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
+  int first_row = 0;  // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
   // qkv over all rows of an extend's list at once: it writes queries and residuals of the rows that are drafted from
   // alone, and attention behind it finds the last rows' keys written by the kernel before.
   bool last_queries = false;
@@ -66,10 +65,7 @@ struct StreamPlan {
   cuda::LiveRows live;
   const __nv_bfloat16* token_products = nullptr;  // [Vd, token_product_width()]; null: not known
   std::uint64_t* head_offers = nullptr;           // [64, HeadOffers::stride], where a head's best may be scored again
-  // Counters, partials and words of launches that hand over sums before they have waited for those before them
-  // (hidden_is_there).
-  std::byte* early_partials = nullptr;
-  std::uint32_t* early_counters = nullptr;
+  // Words of launches that hand over sums before they have waited for those before them (hidden_is_there).
   std::uint64_t* early_words = nullptr;
 };
 
