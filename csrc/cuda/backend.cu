@@ -124,7 +124,11 @@ void CudaBackend::know_tokens(const DraftedTokens& tokens) {
   const std::size_t bytes = fast_ ? fast_->token_bytes() : 0;
   if (bytes == 0) return;
   if (token_table_ == nullptr) {
-    token_table_ = allocate(bytes);
+    try {
+      token_table_ = allocate(bytes);
+    } catch (const Error&) {  // no memory, or a dead context, which the next call finds: the table is speed alone
+      return;
+    }
     weight_bytes_ += bytes;
   }
   EAGLEX_CUDA_CHECK(cudaDeviceSynchronize());  // whatever still reads the table, or writes the embeddings

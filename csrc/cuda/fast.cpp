@@ -120,7 +120,8 @@ class StreamChain final : public FastChain {
     known.qkv = tiled(tokens.qkv);
     auto* const products = static_cast<__nv_bfloat16*>(memory);
     stream::StreamPlan plan = plan_;
-    plan.pdl = false;  // on the default stream
+    plan.pdl = false;                                  // on the default stream
+    plan.reduction = stream::Reduction::kLastArriver;  // what a wait in vain would leave stays in the table
     stream::launch_token_products(plan, known, context_.config, products, nullptr);
     stream::check(cudaStreamSynchronize(nullptr), "token products");
     plan_.token_products = products;

@@ -21,6 +21,15 @@ __device__ __forceinline__ void early_barrier() {
   asm volatile("bar.sync 3, %0;" ::"n"(kThreads - 32) : "memory");
 }
 
+// The warp of the weights has made the block's barriers, which nobody may touch before; it does not stop here.
+__device__ __forceinline__ void say_barriers_are_there() {
+  __syncwarp();
+  asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory");
+}
+__device__ __forceinline__ void wait_for_barriers() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
+}
+
 struct ProducersRunning {
   static constexpr bool kRunning = true;
   const GemmShape& shape;
@@ -46,6 +55,7 @@ __device__ __forceinline__ void run_early(const GemmShape& shape, const SharedLa
     if (lane == 0) produce_weights<Weights, 1, false>(shape, ring, issued, first, last);
     return;
   }
+  wait_for_barriers();
   if (warp < kConsumerWarps) {
     const bf16* row = Step::early_source(params);
     kept.keep(at, shared, &row);

@@ -334,15 +334,20 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   const int first = shape.split.first(blockIdx.x);
   const int last = shape.split.first(blockIdx.x + 1);
   int issued = 0;  // chunks, by the thread that issues them
-  if (threadIdx.x == kConsumerThreads) {
-    for (int stage = 0; stage < shape.stages; ++stage) {
-      mbar_init(ring.landed + 8 * stage, 1);
-      mbar_init(ring.full + 8 * stage, 32);
-      mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
+  if (warp == kConsumerWarps) {
+    if (lane == 0) {
+      for (int stage = 0; stage < shape.stages; ++stage) {
+        mbar_init(ring.landed + 8 * stage, 1);
+        mbar_init(ring.full + 8 * stage, 32);
+        mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
+      }
+      mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
+      mbar_init_fence();
     }
-    mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
-    mbar_init_fence();
-    issued = fill_ring<Weights, kTokenTiles, kGammaStreams>(shape, ring, first, last);
+    if constexpr (Step::kMayBeEarly && Weights::kKeepsX) {
+      if (shape.x_is_there) say_barriers_are_there();
+    }
+    if (lane == 0) issued = fill_ring<Weights, kTokenTiles, kGammaStreams>(shape, ring, first, last);
   }
   const bool locates = warp > kConsumerWarps;
   const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);

@@ -195,8 +195,10 @@ __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ri
   RingPosition at(under_way == ring.stages ? kProducer ^ 1 : kProducer);
   at.stage = under_way % ring.stages;
   Cursor cursor(shape, first + under_way);
+  // Consumers that begin early may wait for the kernels before, which a wait in vain may hold up for one deadline each.
+  const std::uint64_t deadline = shape.x_is_there ? 4 * kDeadlineNs : kDeadlineNs;
   for (int unit = first + under_way; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
-    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    mbar_wait(ring.empty + 8 * at.stage, at.phase, deadline);
     for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
     ++under_way;
