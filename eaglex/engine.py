@@ -125,7 +125,9 @@ class VerifyTensors:
         total_length: int = 0,
     ) -> VerifyTensors:
         """Buffers for that batch; MaskMode.FULL needs the sum of its seq_lens, `total_length`."""
-        n = num_draft_tokens
+        n, most = num_draft_tokens, SpeculationConfig.MAX_DRAFT_TOKENS
+        if batch < 0 or not 1 <= n <= most:
+            raise ConfigError(f"batch, num_draft_tokens: expected >= 0 and in 1..{most}, got {batch} and {n}")
         ids = [torch.zeros(batch, n, dtype=torch.int64, device=device) for _ in range(5)]
         if mask_mode is MaskMode.FULL:
             mask = torch.zeros(n * (total_length + batch * n), dtype=torch.bool, device=device)

@@ -10,9 +10,9 @@ each other on one GPU and serve at once, as tokens do not depend on timing. For 
 
 Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
 (default 300); GPU of the engines on one (0), PAIR_GPUS of those on two (0,1); REQUESTS, the first so many of each
-case's (all); PORT of the first (22000); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves the
-comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases that it serves. Exit status 1: something
-differs or is missing.
+case's (all), and MOST_NEW tokens of each; PORT of the first (22000); WAIT_FOR, a file that is waited for before they
+serve; NO_HOST=1 leaves the comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases that it serves.
+Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %; in the case "chain, acceptance" so is
 what it accepts at each position, and a case that is about retraction has some. Its drafts are not EAGLE3's bit by bit,
