@@ -53,6 +53,18 @@ class Job:
     stop_below: float = 0.0
     num_slots: int = 0  # of a host's pool, on the invitation's terms; 0: max_batch and the padding's
 
+    @staticmethod
+    def shape(speculation: SpeculationConfig, limits: EngineLimits) -> dict[str, Any]:
+        """The fields that say how far and for how many requests it drafts."""
+        return {
+            "num_steps": speculation.num_steps,
+            "topk": speculation.topk,
+            "num_draft_tokens": speculation.num_draft_tokens,
+            "stop_below": speculation.stop_below,
+            "max_batch": limits.max_batch,
+            "max_rows": limits.max_rows,
+        }
+
     @property
     def speculation(self) -> SpeculationConfig:
         """The draft's shape."""

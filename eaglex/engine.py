@@ -125,7 +125,9 @@ class VerifyTensors:
         total_length: int = 0,
     ) -> VerifyTensors:
         """Buffers for that batch; MaskMode.FULL needs the sum of its seq_lens, `total_length`."""
-        n = num_draft_tokens
+        n, most = num_draft_tokens, SpeculationConfig.MAX_DRAFT_TOKENS
+        if batch < 0 or not 1 <= n <= most:
+            raise ConfigError(f"batch, num_draft_tokens: expected >= 0 and in 1..{most}, got {batch} and {n}")
         ids = [torch.zeros(batch, n, dtype=torch.int64, device=device) for _ in range(5)]
         if mask_mode is MaskMode.FULL:
             mask = torch.zeros(n * (total_length + batch * n), dtype=torch.bool, device=device)
@@ -254,6 +256,12 @@ class DraftEngine:
         """`tree` into these tensors, as `repeated_run`."""
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         return repeated_tree_of(self._binary, self._engine, out, ids)
+
+    def embeddings_changed(self) -> None:
+        """To be called where the host has written other numbers into the weights' embed_tokens, which lies where it
+        was: what was computed from the embeddings beforehand is computed again. Waits for the device.
+        """
+        self._engine.embeddings_changed()
 
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""

@@ -215,7 +215,11 @@ def _link(arguments: argparse.Namespace) -> LinkOptions:
 
 
 def _check_dedicated(arguments: argparse.Namespace, speculation: SpeculationConfig) -> None:
-    """Raise ConfigError for what a dedicated drafter cannot do yet."""
+    """Raise ConfigError or DeviceError for what a dedicated drafter cannot do yet, or not where it is put."""
+    from eaglex.hosts.pair import choose_device
+
+    if arguments.drafter_device is not None:
+        choose_device(arguments.drafter_device, field="drafter_device")
     if speculation.sampling is Sampling.REJECTION:
         raise ConfigError("placement: expected rank0 with rejection sampling, got dedicated")
     for name in ("draft_quant", "hot_vocab"):

@@ -2,7 +2,8 @@
 # An SGLang server that drafts with eaglex:  sglang_server.sh TARGET DRAFT [more of SGLang's own flags]
 # Needs sglang==0.5.17 and eaglex in one environment. eaglex's own options are in EAGLEX_OPTIONS (docs/sglang.md).
 set -eu
-target=$1 draft=$2
+usage="usage: sglang_server.sh TARGET DRAFT [more of SGLang's own flags]"
+target=${1:?$usage} draft=${2:?$usage}
 shift 2
 exec python3 -m sglang.launch_server \
   --model-path "$target" \

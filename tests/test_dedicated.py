@@ -1,5 +1,6 @@
 """A dedicated drafter under `eaglex generate`: whatever becomes of it, all ranks emit the target's own tokens."""
 
+import argparse
 import json
 import os
 import signal
@@ -7,12 +8,18 @@ import time
 
 import hf_pair
 import pytest
+import torch
 from rank_processes import Ranks
 
-from eaglex.bridge import Bridge
+from eaglex import generate
+from eaglex.bridge import Bridge, Invitation, LinkOptions
 from eaglex.cli import main
+from eaglex.config import EngineLimits, SpeculationConfig
+from eaglex.drafter import Job
+from eaglex.errors import ConfigError, EaglexError
 from eaglex.hosts import dedicated
 from eaglex.hosts.dedicated import DedicatedSlots
+from eaglex.hosts.pair import Pair, PairSource
 
 SHAPE = ["--topk", "3", "--num-steps", "3"]
 ANSWER = 2.0  # seconds that the drafter has
@@ -172,10 +179,29 @@ def test_one_that_cannot_start_ends_all(pair, tmp_path):
     assert "drafter: expected success on all ranks, got on rank 0: dedicated drafter" in ended[1].err
 
 
+def test_the_drafter_is_told_all_of_the_drafts_shape(pair):
+    speculation = SpeculationConfig(num_steps=4, topk=2, num_draft_tokens=9, stop_below=0.25)
+    both = Pair(PairSource(target=str(pair / "target"), draft=str(pair / "draft")))
+    plan = both._plan(speculation, LinkOptions(device="cpu"), torch.float32, None)
+    invitation = Invitation(address="here", identity=[1, 2], terms={})
+    job = Job.from_json(plan.job(invitation, EngineLimits(max_batch=3, max_rows=40, num_slots=4), 50))
+    assert job.speculation == speculation
+    assert (job.max_batch, job.max_rows, job.max_length) == (3, 40, 50)
+
+
+@pytest.mark.parametrize("field", ["quant", "hot_vocab", "convention"])
+def test_a_word_in_the_place_of_a_value_is_refused(field):
+    with pytest.raises(ConfigError, match=f"^{field}: expected .* or None, got 'fp8'$"):
+        PairSource(target="a", draft="b", **{field: "fp8"})
+
+
 def test_what_it_cannot_do(pair, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main(arguments(pair, "--placement", "dedicated")) == 1
     assert "placement: expected rank0 without torchrun, got dedicated" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
+    for device in ("banana", "cuda:64"):
+        with pytest.raises(EaglexError, match=rf"^drafter_device: expected .*, got {device}$"):
+            generate._check_dedicated(argparse.Namespace(drafter_device=device), SpeculationConfig(num_steps=1))
     assert main(arguments(pair, "--placement", "dedicated")) == 1
     assert "torchrun: expected to reach its store" in capsys.readouterr().err

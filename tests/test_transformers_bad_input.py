@@ -30,6 +30,8 @@ BAD_PROMPTS = {
     "beyond-the-context": ([[1] * 500], "prompt: expected at most 159 tokens.*got 500"),
     "unknown-token": ([[1, 12]], "prompt: expected token ids in 0..11, got 12"),
     "negative-token": ([[1, -1]], "prompt: expected token ids in 0..11, got -1"),
+    "text": (["the cat"], "prompt: expected token ids, got 't': tokenise texts first"),
+    "float": ([[1, 2.0]], "prompt: expected token ids, got 2.0"),
     "none": ([], "prompts: expected 1..max_batch=1, got 0"),
     "too-many": ([[1], [2]], "prompts: expected 1..max_batch=1, got 2"),
 }

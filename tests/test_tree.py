@@ -14,6 +14,7 @@ from support.rig import Ask, Layout, Rig
 from eaglex import reference
 from eaglex.config import MaskMode, SpeculationConfig
 from eaglex.engine import VerifyTensors
+from eaglex.errors import ConfigError
 
 CONFIG = make_config()
 WEIGHTS = random_weights(CONFIG)
@@ -230,3 +231,10 @@ def test_without_steps_there_is_the_root_alone() -> None:
     rig.cycle([Ask(0, 4)])
     out = build(rig, [1], [4], [9], 1)
     assert (out.draft_tokens.tolist(), out.positions.tolist(), out.mask.tolist()) == ([[9]], [[4]], [[[True]]])
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(-1, 4), (1, 0), (1, -6), (1, 65)])
+@pytest.mark.parametrize("mode", MaskMode)
+def test_buffers_that_cannot_be(batch, nodes, mode) -> None:
+    with pytest.raises(ConfigError, match=f"in 1..64, got {batch} and {nodes}$"):
+        VerifyTensors.allocate(batch, nodes, mode)

@@ -10,9 +10,9 @@ each other on one GPU and serve at once, as tokens do not depend on timing. For 
 
 Environment: CASES, names separated by '; ' (default: CASES below; those on two GPUs need two); SECONDS for all of it
 (default 300); GPU of the engines on one (0), PAIR_GPUS of those on two (0,1); REQUESTS, the first so many of each
-case's (all); PORT of the first (22000); WAIT_FOR, a file that is waited for before they serve; NO_HOST=1 leaves the
-comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases that it serves. Exit status 1: something
-differs or is missing.
+case's (all), and MOST_NEW tokens of each; PORT of the first (22000); WAIT_FOR, a file that is waited for before they
+serve; NO_HOST=1 leaves the comparison worker out, NO_NONE=1 no speculation, HOST_CASES names the cases that it serves.
+Exit status 1: something differs or is missing.
 
 Equal means: the engine's tokens are EAGLE3's, and its accept length within 1 %; in the case "chain, acceptance" so is
 what it accepts at each position, and a case that is about retraction has some. Its drafts are not EAGLE3's bit by bit,
@@ -27,25 +27,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from socket_check import Process, about, end_in_order, serve_all, until
+from socket_check import CaseRun, Process, about, end_in_order, seconds, serve_all, until
 from socket_parts import cases as socket_cases
-from socket_parts.cases import (
-    MOVED_BY_RETRACTION,
-    PENALTIES,
-    compared,
-    environment_of,
-    gpus_of,
-    has,
-    repeated,
-    updates_of,
-)
+from socket_parts.cases import MOVED_BY_RETRACTION, PENALTIES, compared, gpus_of, has, repeated, updates_of
 from socket_parts.engine import write
 
 CASES = (
@@ -223,29 +213,21 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 @dataclass
-class Plan:
+class Plan(CaseRun):
     """Every engine of a run."""
-
-    pair: Path
-    prompts: Path
-    out: Path
-    names: list[str]
-    started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.served: dict[tuple[str, str], Process] = {}
         for number, (name, lane) in enumerate((case, lane) for case in self.names for lane in lanes_of(case)):
             result = file_of(self.out, name, lane)
-            arguments = ["case", name, algorithm_of(lane), str(self.pair), str(self.prompts), str(result)]
-            environment = environment_of(name) | lane_environment(lane)
             devices = os.environ.get("PAIR_GPUS", "0,1") if gpus_of(name) > 1 else GPU
-            self.served[name, lane] = Process(arguments, result, devices, PORT + 7 * number, environment)
+            self.served[name, lane] = self.engine(
+                name, algorithm_of(lane), result, devices=devices, port=PORT + 7 * number,
+                environment=lane_environment(lane),
+            )  # fmt: skip
 
     def left(self) -> float:
-        return max(1.0, float(os.environ.get("SECONDS", 300)) - (time.monotonic() - self.started))
-
-    def say(self, what: str) -> None:
-        print(f"{time.monotonic() - self.started:6.1f} s  {what}", flush=True)
+        return max(1.0, seconds("SECONDS", 300) - self.spent())
 
 
 def serve(plan: Plan) -> dict[str, float]:
@@ -261,7 +243,7 @@ def serve(plan: Plan) -> dict[str, float]:
     def all_up() -> bool:
         for process in processes:
             if process.has(".ready"):
-                up.setdefault(process.result.stem, round(time.monotonic() - plan.started, 1))
+                up.setdefault(process.result.stem, round(plan.spent(), 1))
         return all(process.has(".ready") or process.over for process in processes)
 
     until(all_up, plan.left() / 2)

@@ -136,15 +136,35 @@ def serve_all(processes: list[Process], limit: float) -> None:
 
 
 @dataclass
-class Plan:
-    """Every engine of a run, and the deadlines of its stages."""
+class CaseRun:
+    """Engines that serve cases: what they read, where they write, and since when."""
 
     pair: Path
     prompts: Path
     out: Path
     names: list[str]
+    started: float = field(default_factory=time.monotonic, kw_only=True)
+
+    def engine(
+        self, name: str, algorithm: str, result: Path, *, devices: str, port: int, environment: dict[str, str]
+    ) -> Process:
+        """One that serves a case; its environment is the case's and what is given."""
+        arguments = ["case", name, algorithm, str(self.pair), str(self.prompts), str(result)]
+        return Process(arguments, result, devices, port, environment_of(name) | environment)
+
+    def spent(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.started
+
+    def say(self, what: str) -> None:
+        print(f"{self.spent():6.1f} s  {what}", flush=True)
+
+
+@dataclass
+class Plan(CaseRun):
+    """Every engine of a run, and the deadlines of its stages."""
+
     gpus: int
-    started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.cases: dict[tuple[str, str, int], Process] = {}
@@ -154,11 +174,10 @@ class Plan:
             for algorithm, repeat in itertools.product(ALGORITHMS, repeats):
                 stem = f"{name.replace(', ', '-').replace(' ', '_')}-{algorithm}" + (f"-{repeat}" if repeat else "")
                 result = self.out / f"{stem}.json"
-                arguments = ["case", name, algorithm, str(self.pair), str(self.prompts), str(result)]
                 port = 21000 + 7 * len(self.cases)
-                environment = environment_of(name) | COMPARISON
-                process = Process(arguments, result, devices, port, environment)
-                self.cases[name, algorithm, repeat] = process
+                self.cases[name, algorithm, repeat] = self.engine(
+                    name, algorithm, result, devices=devices, port=port, environment=COMPARISON
+                )
         self.pairs = [process for key, process in self.cases.items() if gpus_of(key[0]) > 1]
         self.single = [process for key, process in self.cases.items() if gpus_of(key[0]) == 1]
         self.timed: dict[str, Process] = {}
@@ -175,11 +194,7 @@ class Plan:
             "TIME": seconds("SECONDS_TO_TIME", 120) * bool(self.timed),
             "SERVE": seconds("SECONDS_TO_SERVE", 150) * bool(self.single),
         }
-        spent = time.monotonic() - self.started
-        return max(1.0, seconds("SECONDS", 600) - spent - sum(reserved[name] for name in kept))
-
-    def say(self, what: str) -> None:
-        print(f"{time.monotonic() - self.started:6.1f} s  {what}", flush=True)
+        return max(1.0, seconds("SECONDS", 600) - self.spent() - sum(reserved[name] for name in kept))
 
     def served(self, name: str, algorithm: str) -> list[dict[str, Any]]:
         """What the engines of this case and algorithm have served, those that have."""
@@ -281,8 +296,8 @@ def about(out: Path) -> dict[str, Any]:
 
 
 def run(pair: Path, prompts: Path, out: Path) -> int:
-    end_in_order()
     """Tokens first, with the engines for the times coming up beside; then the times, with no other engine left."""
+    end_in_order()
     described = about(out)
     gpus = int(os.environ.get("GPUS") or len(described["gpus"]))
     names = os.environ["CASES"].split("; ") if os.environ.get("CASES") else list(CASES)
@@ -310,7 +325,7 @@ def run(pair: Path, prompts: Path, out: Path) -> int:
 
 
 def main() -> int:
-    command, rest = sys.argv[1], sys.argv[2:]
+    command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if command == "install":
         install(Path(rest[0]))
         return 0

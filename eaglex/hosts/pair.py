@@ -44,6 +44,17 @@ class PairSource:
     quant: DraftQuant | Auto | None = None
     hot_vocab: HotVocab | None = None
 
+    def __post_init__(self) -> None:
+        # A word in the place of a value would be passed over.
+        for name, kinds in (
+            ("convention", (AuxConvention,)),
+            ("quant", (DraftQuant, Auto)),
+            ("hot_vocab", (HotVocab,)),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise ConfigError(f"{name}: expected {' or '.join(k.__name__ for k in kinds)} or None, got {value!r}")
+
 
 class Pair:
     """A pair whose configs fit. `load` reads the weights. Raises ConfigError and CheckpointError."""
@@ -135,12 +146,8 @@ class Pair:
                 convention=None if source.convention is None else source.convention.value,
                 dtype=str(dtype).removeprefix("torch."),
                 device=drafter_device,
-                num_steps=speculation.num_steps,
-                topk=speculation.topk,
-                num_draft_tokens=speculation.num_draft_tokens,
-                max_batch=limits.max_batch,
-                max_rows=limits.max_rows,
                 max_length=max_length,
+                **Job.shape(speculation, limits),
             ).to_json()
 
         return DedicatedPlan(job=job, options=options, device=drafter_device)
@@ -196,19 +203,19 @@ def _free_device(team: Team | None) -> str:
     return f"cuda:{team.num_ranks}"
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The named device, by default a GPU if this build can use one. Raises ConfigError, DeviceError."""
+def choose_device(name: str | None, *, field: str = "device") -> torch.device:
+    """The device that `field` names, by default a GPU if this build can use one. Raises ConfigError, DeviceError."""
     built = bool(_extension().build_info()["cuda"])
     if name is None:
         return torch.device("cuda" if built and torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {name}") from error
+        raise ConfigError(f"{field}: expected cpu, cuda or cuda:N, got {name}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {name}")
+        raise ConfigError(f"{field}: expected cpu, cuda or cuda:N, got {name}")
     if device.type == "cuda" and not built:
-        raise DeviceError(f"device: expected cpu, since this build of eaglex has no CUDA backend, got {name}")
+        raise DeviceError(f"{field}: expected cpu, since this build of eaglex has no CUDA backend, got {name}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"device: expected one of {torch.cuda.device_count()} GPUs, got {name}")
+        raise DeviceError(f"{field}: expected one of {torch.cuda.device_count()} GPUs, got {name}")
     return device

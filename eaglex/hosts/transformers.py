@@ -398,6 +398,8 @@ def check_prompt(prompt: Sequence[int], *, context: int, vocab_size: int) -> Non
             f"prompt: expected at most {context - 1} tokens, so that one fits behind it in a context of {context}, "
             f"got {len(prompt)}"
         )
+    if other := [token for token in prompt if isinstance(token, (str, float))]:
+        raise ConfigError(f"prompt: expected token ids, got {other[0]!r}: tokenise texts first")
     if bad := [token for token in prompt if not 0 <= token < vocab_size]:
         raise ConfigError(f"prompt: expected token ids in 0..{vocab_size - 1}, got {bad[0]}")
 

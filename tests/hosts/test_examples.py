@@ -77,6 +77,13 @@ def test_the_server_example(tmp_path: Path, running_host: Path) -> None:
     assert options.read({options.VARIABLE: str(chosen or "")}).drafter is options.Drafter.ENGINE
 
 
+def test_the_server_example_without_a_draft() -> None:
+    script = str(EXAMPLES / "sglang_server.sh")
+    ended = subprocess.run(["sh", script, "T"], capture_output=True, text=True, timeout=20, check=False)
+    assert ended.returncode != 0
+    assert "usage: sglang_server.sh TARGET DRAFT" in ended.stderr
+
+
 def test_the_server_example_leaves_options_that_are_set(tmp_path: Path) -> None:
     own = '{"drafter": "engine", "stop_below": 0.1}'
     _, ((_, _, chosen),) = run(

@@ -186,6 +186,8 @@ def case(name: str, algorithm: str, pair: Path, prompts: Path, out: Path) -> Non
         str(pair / "target"), str(pair / "draft") if speculates else None, algorithm if speculates else None, **options
     )
     requests = workload_of(name, prompts)[: int(os.environ.get("REQUESTS", "100000"))]
+    for request in requests:
+        request["new"] = min(request["new"], int(os.environ.get("MOST_NEW", "100000")))
     write(out.with_suffix(".ready"), True)
     if not turn(out):
         return

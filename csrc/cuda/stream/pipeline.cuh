@@ -37,6 +37,7 @@ struct GemmShape {
   int in_flight = kInFlight;
   std::uint64_t fill_ns = kFillNs;
   int segments = 1;
+  int stored_segments = 1;  // of the matrix; `tiles` is where the first of `segments` begins
   int tokens = 0;
   int first_row_tile = 0;
   int chunks_per_segment = 0;
@@ -48,6 +49,7 @@ struct GemmShape {
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row tiles], zero between launches
   Release release = Release::kAtOnce;
+  bool x_is_there = false;  // before the wait: what wrote it was done when the launch could begin (run_early)
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
   const std::int32_t* num_live = nullptr;     // null, or at most first_live there: no row of this launch counts
@@ -146,7 +148,7 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
   for (int block = 0; block < G::kRowBlocks; ++block) {
     const std::int64_t row_block =
         static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-    const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+    const std::byte* const from = shape.tiles + (row_block * shape.stored_segments + cursor.segment) * segment_bytes +
                                   k_block_bytes(Weights::kBits, k_block);
     bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
   }
@@ -193,8 +195,10 @@ __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ri
   RingPosition at(under_way == ring.stages ? kProducer ^ 1 : kProducer);
   at.stage = under_way % ring.stages;
   Cursor cursor(shape, first + under_way);
+  // Consumers that begin early may wait for the kernels before, which a wait in vain may hold up for one deadline each.
+  const std::uint64_t deadline = shape.x_is_there ? 4 * kDeadlineNs : kDeadlineNs;
   for (int unit = first + under_way; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
-    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    mbar_wait(ring.empty + 8 * at.stage, at.phase, deadline);
     for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
     ++under_way;

@@ -134,7 +134,7 @@ class DedicatedDraft(FollowingSide):
             )  # fmt: skip
 
     def _job(self) -> Job:
-        args, options, speculation = self.server_args, self.options, self.speculation
+        args, options = self.server_args, self.options
         quant = engine_arguments.quant_of(args, options)
         return Job(
             invitation=self.client.invitation(),
@@ -147,14 +147,9 @@ class DedicatedDraft(FollowingSide):
             dtype=str(self.kv_dtype).removeprefix("torch."),
             draft_quant=_words(quant) if isinstance(quant, DraftQuant) else None,
             device=self._drafter_device,
-            num_steps=speculation.num_steps,
-            topk=speculation.topk,
-            num_draft_tokens=speculation.num_draft_tokens,
-            stop_below=speculation.stop_below,
-            max_batch=self.limits.max_batch,
-            max_rows=self.limits.max_rows,
             max_length=self.target_worker.model_config.context_len,
             num_slots=self.limits.num_slots,
+            **Job.shape(self.speculation, self.limits),
         )
 
     def init_cuda_graphs(self) -> None:
