@@ -35,18 +35,6 @@ __device__ __forceinline__ T load(const T* from) {
 template <int kDim, Where kWhere, int kMost, class Put>
 __device__ __forceinline__ void combine(float* first, std::size_t stride, int count, int rows,
                                         float (*weights)[kMaxSplits + 2], Put put) {
-  // Parts in L2: all that a thread reads first is under way before the weights are known.
-  constexpr int kAhead = kWhere == Where::kGlobal ? kMost : 1;
-  float4 ahead[kAhead];
-  const auto sum_at = [&](int i, int p) {
-    return reinterpret_cast<const float4*>(&Part<kDim>{first + p * stride}.sum(i / (kDim / 4), i % (kDim / 4) * 4));
-  };
-  if constexpr (kAhead > 1) {
-    const bool mine = static_cast<int>(threadIdx.x) < rows * (kDim / 4);
-#pragma unroll
-    for (int p = 0; p < kAhead; ++p)
-      ahead[p] = mine && p < count ? load<kWhere>(sum_at(threadIdx.x, p)) : make_float4(0, 0, 0, 0);
-  }
   // A thread per row and part: its weight, and by its lane 0 the row's maximum and total in the order of the parts.
   // Whole warps: rows that are not used cost as much as those that are.
   const int entries = kMost % 32 == 0 ? rows * kMost : kPackedRows * kMost;
@@ -72,18 +60,12 @@ __device__ __forceinline__ void combine(float* first, std::size_t stride, int co
     const int row = i / (kDim / 4);
     const int dim = i % (kDim / 4) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
-    const auto add = [&](int p, const float4& x) {
+#pragma unroll 8
+    for (int p = 0; p < count; ++p) {
       const float weight = weights[row][p];
+      const float4 x = load<kWhere>(reinterpret_cast<const float4*>(&Part<kDim>{first + p * stride}.sum(row, dim)));
       sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y), sum.z = fmaf(weight, x.z, sum.z),
       sum.w = fmaf(weight, x.w, sum.w);
-    };
-    if (kAhead > 1 && i == static_cast<int>(threadIdx.x)) {
-#pragma unroll
-      for (int p = 0; p < kAhead; ++p)
-        if (p < count) add(p, ahead[p]);
-    } else {
-#pragma unroll 8
-      for (int p = 0; p < count; ++p) add(p, load<kWhere>(sum_at(i, p)));
     }
     put(row, dim, sum, weights[row][kMaxSplits], weights[row][kMaxSplits + 1]);
   }
