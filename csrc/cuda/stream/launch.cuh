@@ -154,6 +154,7 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.reduction = plan.reduction;
   if (tiles.precision == Precision::kInt4) shape.fill_ns = kFillNsInt4;
   if (config.token_tiles > 8) shape.in_flight = kInFlightAlone;
+  if (config.kept_chunks > 0) shape.in_flight = kInFlightBesideX;
   shape.scatter = plan.reduction == Reduction::kOwner && sums_in_slices(problem, config);
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;

@@ -17,10 +17,11 @@ using bf16 = __nv_bfloat16;
 // one's wait: it may then read, before its own wait, all that was written before this one.
 enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 
-// So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
-// front of the memory, and what a step needs beside its weights would wait behind them.
-inline constexpr int kInFlight = 2;
-inline constexpr int kInFlightAlone = 4;  // where one block has its SM for itself
+// Bytes of a block's weights that are under way at once, whole chunks, also when its ring has been filled. More would
+// only queue up in front of the memory, and what a step needs beside its weights would wait behind them.
+inline constexpr int kInFlight = 2 * kChunkBytes;
+inline constexpr int kInFlightAlone = 4 * kChunkBytes;        // where one block has its SM for itself
+inline constexpr int kInFlightBesideX = 3 * kChunkBytes / 2;  // of small chunks, where x is kept
 // That holds for the first round too: whole rings of all blocks at once, 29 MB, would stand for 6 µs in front of what
 // the kernel before needs for its end. But nobody knows when that has ended, and no warp of the block can wait for it
 // while one fills the ring: so after this time the rest of the round is left for later.
@@ -162,7 +163,7 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
 // Chunks of a block that are under way at most.
 template <class Weights, int kTokenTiles>
 __device__ __forceinline__ int most_under_way(const GemmShape& shape) {
-  return min(shape.in_flight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), shape.stages);
+  return min(shape.in_flight / chunk_bytes(Weights::kBits, kTokenTiles), shape.stages);
 }
 
 // Begins the first round and returns how many of its chunks are issued. They must be before any thread of the block
