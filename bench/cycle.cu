@@ -2,7 +2,7 @@
 //
 //   cmake -S . -B build/bench -G Ninja -DEAGLEX_BENCH=ON -DEAGLEX_CUDA=ON && cmake --build build/bench --target
 //   bench_cycle build/bench/bench_cycle [--shape NAME] [--batch N] [--precision bf16|fp8|int4] [--head preset|bf16|fp8|scan|rescored] [--context N]
-//   [--max-context N] [--repeats N] [--json FILE] [--commit ID]
+//   [--max-context N] [--token-table 0|1] [--repeats N] [--json FILE] [--commit ID]
 //
 // A precision means what it does for --draft-quant, the head included; --head takes another in its place.
 //
@@ -38,6 +38,7 @@ struct Options {
   std::string head = "preset";     // or what it is stored as, whatever the rest
   int context = 1024;
   int max_context = 0;  // of the table: as Case
+  bool token_table = true;
   int repeats = 40;
   std::string json;
   std::string commit = "unknown";
@@ -214,6 +215,7 @@ int run(const Options& options) {
         c.head = static_cast<HeadKind>(static_cast<int>(c.head) + 1);
       c.context = options.context;
       c.max_context = options.max_context;
+      c.token_table = options.token_table;
       measure(shape, c, options, report, stream);
       ++measured;
     }
@@ -246,6 +248,8 @@ Options parse(int argc, char** argv) {
       options.context = std::max(1, std::atoi(value));
     } else if (name == "--max-context") {
       options.max_context = std::atoi(value);
+    } else if (name == "--token-table") {
+      options.token_table = std::atoi(value) != 0;
     } else if (name == "--repeats") {
       options.repeats = std::max(1, std::atoi(value));
     } else if (name == "--json") {
@@ -254,7 +258,8 @@ Options parse(int argc, char** argv) {
       options.commit = value;
     } else {
       fail(ErrorCode::kConfig,
-           "option: expected --shape, --batch, --precision, --head, --context, --max-context, --repeats, ",
+           "option: expected --shape, --batch, --precision, --head, --context, --max-context, --token-table, "
+           "--repeats, ",
            "--json or --commit, got ", name);
     }
   }

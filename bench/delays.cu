@@ -125,6 +125,11 @@ int run(const std::string& precision) {
   wrong += check(wide, {9, 3, 2, 6, 200, kNever, weights, 2, AuxNorm::kWhole, Residual::kNormed, NextHidden::kPreNorm},
                  weights, stream);
   for (const Case& c : {Case{1, 3, 1, 4, 500}, Case{16, 3, 1, 4, 500}}) wrong += check(large, c, weights, stream);
+  for (const Case& c : {Case{1, 4, 1, 5, 300}, Case{4, 4, 4, 8, 300}}) {  // steps that read all of qkv's matrices
+    Case without = c;
+    without.token_table = false;
+    wrong += check(small, without, weights, stream);
+  }
   if (weights != DType::kBF16) {  // heads that no preset has
     for (const HeadKind head : {HeadKind::kFp8, HeadKind::kScan}) {
       Case c{8, 4, 1, 5, 300};

@@ -43,6 +43,7 @@ class Recorder final : public Backend {
   }
   [[nodiscard]] Linear prepare(std::span<const eaglex::Matrix> parts) override { return inner_->prepare(parts); }
   void bind(const EngineContext& context) override { inner_->bind(context); }
+  void know_tokens(const DraftedTokens& tokens) override { inner_->know_tokens(tokens); }
   [[nodiscard]] bool reads_original(const void* matrix) const override { return inner_->reads_original(matrix); }
   [[nodiscard]] std::size_t own_workspace_bytes() const noexcept override { return inner_->own_workspace_bytes(); }
   [[nodiscard]] std::size_t own_weight_bytes() const noexcept override { return inner_->own_weight_bytes(); }

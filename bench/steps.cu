@@ -7,6 +7,7 @@
 //
 // `time`, `few` (batch 1 and 8): µs per step from CUDA events over replays of a graph of 4 steps; the weights of one step are many times the
 // L2 cache.
+#include "check_drafted.cuh"
 #include "check_extend.cuh"
 #include "timing.cuh"
 
@@ -146,6 +147,7 @@ void check_model(Model& m, const std::vector<int>& sizes, cudaStream_t stream, V
         synchronize(stream);
         check_attention(m, Pass::kExtendLast, rows, verdict);
       }
+      check_drafted(m, rows, stream, verdict);
       check_head_switches(m, rows, stream, verdict);
       if (verdict.wrong != before) {
         std::printf("  ^ %s, %d rows, topk %d, %s\n", m.shape.name.c_str(), rows, topk,

@@ -52,6 +52,7 @@ struct Case {
   NextHidden next_hidden = NextHidden::kPreNorm;
   int max_context = 0;  // that the table has room for; 0: the context and little more
   HeadKind head = HeadKind::kPreset;
+  bool token_table = true;  // as far as EngineLimits allows one
 };
 
 class Subject {
@@ -99,7 +100,8 @@ class Subject {
     for (const TensorView& view :
          {tensors.draft_tokens, tensors.parents, tensors.scores, tensors.num_nodes, tensors.drafted_for})
       written_.push_back(view);
-    const EngineLimits limits{c.batch, static_cast<int>(rows), static_cast<int>(slots)};
+    EngineLimits limits{c.batch, static_cast<int>(rows), static_cast<int>(slots)};
+    if (!c.token_table) limits.token_table_bytes = 0;
     engine_ = std::make_unique<DraftEngine>(std::move(recorder), config_, speculation_, limits, weights(), tensors);
 
     const std::int64_t b = c.batch, n = c.num_draft_tokens;
@@ -152,6 +154,11 @@ class Subject {
   void poison(cudaStream_t stream) const { stream::check(recorder_->poison(stream), "poison"); }
 
   [[nodiscard]] const char* backend() const { return engine_->backend_name(); }
+  // Whether steps read half of q, k and v's matrices, and a row of a table.
+  [[nodiscard]] bool has_token_table() const {
+    const std::int64_t width = static_cast<std::int64_t>(shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim;
+    return case_.token_table && 2 * width * shape_.draft_vocab <= EngineLimits{}.token_table_bytes;
+  }
   [[nodiscard]] std::size_t workspace_bytes() const { return engine_->workspace_bytes(); }
   // Cycles times requests that drafted to their end.
   [[nodiscard]] std::int64_t drafted() const {
@@ -165,7 +172,7 @@ class Subject {
     const double h = shape_.hidden, i = shape_.intermediate, q = config_.q_size(), kv = config_.kv_size();
     double elements = 0;
     if (step == "fuse") elements = h * config_.aux_width();
-    if (step == "qkv") elements = (q + 2 * kv) * 2 * h;
+    if (step == "qkv") elements = (q + 2 * kv) * (has_token_table() ? 1 : 2) * h;
     if (step == "attention") elements = 2 * kv * case_.context * case_.batch;
     if (step == "o_proj") elements = q * h;
     if (step == "gate_up") elements = 2 * i * h;
@@ -183,7 +190,10 @@ class Subject {
     for (const char* const step : {"qkv", "attention", "o_proj", "gate_up", "down", "head"}) sum += bytes(step);
     return sum;
   }
-  [[nodiscard]] double extend_bytes() const { return bytes("fuse") + step_bytes(); }
+  // An extend's tokens may be any.
+  [[nodiscard]] double extend_bytes() const {
+    return bytes("fuse") + step_bytes() + (has_token_table() ? bytes("qkv") : 0);
+  }
   [[nodiscard]] double cycle_bytes() const { return extend_bytes() + (case_.num_steps - 1) * step_bytes(); }
 
  private:

@@ -285,7 +285,8 @@ void bind_configs(py::module_& m) {
       EAGLEX_FIELD(SpeculationConfig, num_draft_tokens) EAGLEX_FIELD(SpeculationConfig, sampling)
       EAGLEX_FIELD(SpeculationConfig, stop_score);
   py::class_<EngineLimits>(m, "EngineLimits").def(py::init<>())
-      EAGLEX_FIELD(EngineLimits, max_batch) EAGLEX_FIELD(EngineLimits, max_rows) EAGLEX_FIELD(EngineLimits, num_slots);
+      EAGLEX_FIELD(EngineLimits, max_batch) EAGLEX_FIELD(EngineLimits, max_rows) EAGLEX_FIELD(EngineLimits, num_slots)
+          EAGLEX_FIELD(EngineLimits, token_table_bytes);
 }
 
 void bind_tensors(py::module_& m) {
@@ -350,6 +351,7 @@ void bind_engine(py::module_& m) {
           py::kw_only(), py::arg("device"), py::arg("index"), py::arg("config"), py::arg("speculation"),
           py::arg("limits"), py::arg("weights"), py::arg("tensors"))
       .def("warm_up", &DraftEngine::warm_up, py::call_guard<py::gil_scoped_release>())
+      .def("embeddings_changed", &DraftEngine::embeddings_changed, py::call_guard<py::gil_scoped_release>())
       .def(
           "enqueue",
           [](DraftEngine& self, const eaglex::BatchTensors& batch, std::uintptr_t stream) {

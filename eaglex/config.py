@@ -252,16 +252,22 @@ class EngineLimits:
 
     `max_batch` requests (padded lanes included), `max_rows` rows of aux_hidden_states, `num_slots` request slots, of
     which slot 0 is reserved for padded lanes.
+
+    `token_table_bytes`: the most GPU memory for what the first layer's q, k and v make of each token that can be
+    drafted, draft_vocab_size · (num_heads + 2 num_kv_heads) · head_dim numbers of 2 bytes (393 MB for 32,000 tokens at
+    hidden size 4096). With it a step reads half of those matrices; a table that would be larger is not made. 0: none.
     """
 
     max_batch: int
     max_rows: int
     num_slots: int
+    token_table_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         _in_range(self, "max_batch", 1)
         _in_range(self, "max_rows", self.max_batch)
         _in_range(self, "num_slots", 2)
+        _in_range(self, "token_table_bytes", 0, 2**40)
 
 
 def _integer(owner: Any, name: str) -> int:
@@ -279,8 +285,8 @@ def _at_least(owner: Any, name: str, low: int) -> None:
         _fail(name, f">= {low}", value)
 
 
-def _in_range(owner: Any, name: str, low: int) -> None:
-    value, high = _integer(owner, name), 2**30
+def _in_range(owner: Any, name: str, low: int, high: int = 2**30) -> None:
+    value = _integer(owner, name)
     if not low <= value <= high:
         _fail(name, f"in {low}..{high}", value)
 

@@ -257,6 +257,12 @@ class DraftEngine:
         ids = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens, "bonus_tokens": bonus_tokens}
         return repeated_tree_of(self._binary, self._engine, out, ids)
 
+    def embeddings_changed(self) -> None:
+        """To be called where the host has written other numbers into the weights' embed_tokens, which lies where it
+        was: what was computed from the embeddings beforehand is computed again. Waits for the device.
+        """
+        self._engine.embeddings_changed()
+
     def counters(self) -> dict[str, int]:
         """Requests per outcome since the start, by LaneStatus name in lower case. Waits for the device."""
         return {

@@ -152,6 +152,8 @@ def test_speculation_against_the_model(topk, steps, field, expected) -> None:
         ({"max_batch": 0, "max_rows": 4, "num_slots": 4}, "max_batch", "in 1..1073741824"),
         ({"max_batch": 4, "max_rows": 3, "num_slots": 4}, "max_rows", "in 4..1073741824"),
         ({"max_batch": 4, "max_rows": 4, "num_slots": 1}, "num_slots", "in 2..1073741824"),
+        ({"max_batch": 4, "max_rows": 4, "num_slots": 4, "token_table_bytes": -1}, "token_table_bytes",
+         "in 0..1099511627776"),
         ({"max_batch": 2**40, "max_rows": 2**41, "num_slots": 2}, "max_batch", "in 1..1073741824"),
     ],
     ids=str,

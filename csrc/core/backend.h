@@ -39,6 +39,10 @@ class Backend {
   // Called once, after planning, before the first launch. The arrays behind context.kv.k and .v lie in host memory.
   virtual void bind(const EngineContext& context) = 0;
 
+  // Called behind bind(), and again where the embeddings have changed: a backend may compute beforehand what follows from
+  // a drafted token alone. Waits for the device.
+  virtual void know_tokens(const DraftedTokens&) {}
+
   // Whether launches still read this matrix of prepare()'s where it lies. If not, it may be freed once bind() is done.
   [[nodiscard]] virtual bool reads_original(const void*) const { return true; }
 

@@ -43,6 +43,7 @@ void EngineLimits::check() const {
   expect_range("max_batch", max_batch, 1, kLarge);
   expect_range("max_rows", max_rows, max_batch, kLarge);
   expect_range("num_slots", num_slots, 2, kLarge);
+  expect_range("token_table_bytes", static_cast<long long>(token_table_bytes), 0LL, 1LL << 40);
 }
 
 }  // namespace eaglex

@@ -72,6 +72,8 @@ struct EngineLimits {
   int max_batch = 0;  // requests in one cycle, padded lanes included
   int max_rows = 0;   // rows of aux_hidden_states in one cycle
   int num_slots = 0;  // request slots; slot 0 is reserved for padded lanes
+  // Most that a backend may keep of what follows from a drafted token alone (Backend::know_tokens).
+  std::int64_t token_table_bytes = std::int64_t{1} << 30;
   void check() const;
 };
 

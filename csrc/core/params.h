@@ -65,6 +65,14 @@ struct FuseParams {
   void* hidden = nullptr;                 // out [R, H]
 };
 
+// What is known of the tokens that can be drafted, whatever the request.
+struct DraftedTokens {
+  Linear qkv;                         // of the first layer
+  TensorView embed_tokens;            // [V, H]
+  TensorView input_layernorm;         // [H], or empty with EmbeddingNorm::kNone
+  const std::int64_t* d2t = nullptr;  // [Vd] or null
+};
+
 enum class QkvParts : std::uint8_t { kAll, kQuery, kKeyValue };
 enum class KvTarget : std::uint8_t { kPool, kScratch };
 

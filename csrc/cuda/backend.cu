@@ -119,6 +119,22 @@ void CudaBackend::bind(const EngineContext& context) {
   graphs_ = std::make_unique<Graphs>(context_.limits, context_.speculation, block_);
 }
 
+void CudaBackend::know_tokens(const DraftedTokens& tokens) {
+  const DeviceGuard guard(device_);
+  const std::size_t bytes = fast_ ? fast_->token_bytes() : 0;
+  if (bytes == 0) return;
+  if (token_table_ == nullptr) {
+    try {
+      token_table_ = allocate(bytes);
+    } catch (const Error&) {  // no memory, or a dead context, which the next call finds: the table is speed alone
+      return;
+    }
+    weight_bytes_ += bytes;
+  }
+  EAGLEX_CUDA_CHECK(cudaDeviceSynchronize());  // whatever still reads the table, or writes the embeddings
+  fast_->know_tokens(tokens, token_table_);
+}
+
 void CudaBackend::bind_fast() {
   FastChain::Setup setup;
   setup.context = context_;

@@ -31,6 +31,7 @@ class CudaBackend : public Backend {
   [[nodiscard]] void* allocate(std::size_t bytes) override;
   [[nodiscard]] Linear prepare(std::span<const Matrix> parts) override;
   void bind(const EngineContext& context) override;
+  void know_tokens(const DraftedTokens& tokens) override;
   [[nodiscard]] bool reads_original(const void* matrix) const override {
     return !packed_.contains(matrix) && (!fast_ || fast_->reads_original(matrix));
   }
@@ -91,6 +92,7 @@ class CudaBackend : public Backend {
   std::vector<DeviceMemory> memory_;
   std::size_t workspace_bytes_ = 0;  // of it, what bind() took; the tiles apart
   std::size_t weight_bytes_ = 0;
+  void* token_table_ = nullptr;  // FastChain::know_tokens
   std::unique_ptr<Graphs> graphs_;
   std::vector<Linear> weights_;
   std::unordered_set<const void*> packed_;

@@ -2,6 +2,7 @@
 #include "cuda/fast.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -73,7 +74,8 @@ class StreamChain final : public FastChain {
         batch_(setup.batch),
         pool_k_(setup.pool_k.begin(), setup.pool_k.end()),
         pool_v_(setup.pool_v.begin(), setup.pool_v.end()),
-        attends_(stream::attends(stream::current_device(), context_.config.head_dim)) {
+        attends_(stream::attends(stream::current_device(), context_.config.head_dim)),
+        begins_early_(begins_early(setup.context)) {
     const stream::DeviceLimits device = stream::current_device();
     const stream::StreamNeeds needs = needs_of(setup);
     for (const Linear& linear : setup.weights) {
@@ -104,14 +106,35 @@ class StreamChain final : public FastChain {
 
   [[nodiscard]] LiveRows live_rows() const noexcept override { return live_; }
 
+  [[nodiscard]] std::size_t token_bytes() const override {
+    const DraftConfig& config = context_.config;
+    const bool steps = context_.speculation.num_steps > 1 && context_.speculation.topk <= kMaxTokens;
+    if (!steps) return 0;
+    const std::size_t bytes = static_cast<std::size_t>(config.draft_vocab_size) *
+                              static_cast<std::size_t>(stream::token_product_width(config)) * sizeof(__nv_bfloat16);
+    return static_cast<std::int64_t>(bytes) <= context_.limits.token_table_bytes ? bytes : 0;
+  }
+
+  void know_tokens(const DraftedTokens& tokens, void* memory) override {
+    DraftedTokens known = tokens;
+    known.qkv = tiled(tokens.qkv);
+    auto* const products = static_cast<__nv_bfloat16*>(memory);
+    stream::StreamPlan plan = plan_;
+    plan.pdl = false;                                  // on the default stream
+    plan.reduction = stream::Reduction::kLastArriver;  // what a wait in vain would leave stays in the table
+    stream::launch_token_products(plan, known, context_.config, products, nullptr);
+    stream::check(cudaStreamSynchronize(nullptr), "token products");
+    plan_.token_products = products;
+  }
+
   // With one layer a prompt is fc and the projections of K and V; the rest sees one row per request.
   [[nodiscard]] bool reads_original(const void* matrix) const override {
     const bool frontier_fits = context_.limits.max_batch * context_.speculation.topk <= kMaxTokens;
     return context_.config.num_layers > 1 || !frontier_fits || !only_skinny_.contains(matrix);
   }
 
-  // Counters keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so far (they
-  // follow one another, on whatever streams) both are put right in the device's memory.
+  // Counters and words keep what a wait in vain has left, and graphs hold the launches as they are: behind all cycles so
+  // far (they follow one another, on whatever streams) all of it is put right in the device's memory.
   void heal(cudaStream_t to) override {
     if (*static_cast<volatile std::uint32_t*>(plan_.failed) == 0) return;
     cudaStreamCaptureStatus capture{};
@@ -119,7 +142,11 @@ class StreamChain final : public FastChain {
     if (capture != cudaStreamCaptureStatusNone) return;
     const cuda::RelaxedCapture relaxed;
     const std::size_t counters = static_cast<std::size_t>(stream::num_counters(plan_.needs)) * sizeof(std::uint32_t);
+    const std::size_t words = stream::word_count(plan_.device) * sizeof(std::uint64_t);
     stream::check(cudaMemsetAsync(plan_.counters, 0, counters, to), "clearing counters");
+    for (std::uint64_t* const of : {plan_.words, plan_.early_words})
+      stream::check(cudaMemsetAsync(of, 0xFF, words, to), "clearing words");
+    stream::check(cudaMemsetAsync(plan_.broken, 0, sizeof(*plan_.broken), to), "clearing words");
     stream::check(cudaMemsetAsync(plan_.never_wait, 1, sizeof(*plan_.never_wait), to), "switching reductions");
     stream::check(cudaStreamSynchronize(to), "waiting for launches that are void");
     *static_cast<volatile std::uint32_t*>(plan_.failed) = 0;
@@ -176,6 +203,7 @@ class StreamChain final : public FastChain {
       // Its own flag is raised by the kernel before it; that of the step before says early that nobody drafts.
       plan.needed_late = plan.needed;
       plan.needed = plan_.drafting + params.rows.step - 1;
+      plan.hidden_is_there = begins_early_;
     }
     stream::launch_qkv(plan, launch, context_, batch_, to);
     return true;
@@ -284,10 +312,18 @@ class StreamChain final : public FastChain {
     return plan;
   }
 
+  // Whether a chain's qkv may multiply its hidden states before it waits for head's second kernel, which must not replace
+  // them. A draft that may stop would pay for the product of the first step that nobody needs: 5 to 10 µs.
+  [[nodiscard]] static bool begins_early(const EngineContext& context) {
+    return context.speculation.topk == 1 && context.config.next_hidden != NextHidden::kNormed &&
+           std::isinf(context.speculation.stop_score);
+  }
+
   EngineContext context_;
   const DraftBatch* batch_;
   std::vector<void*> pool_k_, pool_v_;
   bool attends_;
+  bool begins_early_;
   std::unordered_map<const void*, stream::Tiles> tiles_;  // by where the first part's original lies
   std::unordered_set<const void*> only_skinny_;           // matrices that a draft of one layer uses on few rows only
   stream::StreamPlan plan_;

@@ -50,6 +50,10 @@ class FastChain {
   [[nodiscard]] static bool reads(const DraftBatch& batch) noexcept;
   // Whether the plain chain may still be asked for a product with this matrix of Setup::weights.
   [[nodiscard]] virtual bool reads_original(const void* matrix) const = 0;
+  // Bytes of what may be known of each token that can be drafted: products with its embedding. 0: nothing is.
+  [[nodiscard]] virtual std::size_t token_bytes() const = 0;
+  // Computes that, into `memory` of so many bytes; the device is idle behind it.
+  virtual void know_tokens(const DraftedTokens& tokens, void* memory) = 0;
   // Where admit lists the rows that count.
   [[nodiscard]] virtual LiveRows live_rows() const noexcept = 0;
   // Before a cycle on `stream`. Throws ErrorCode::kDevice, once, where a block has waited in vain for another: what was

@@ -24,6 +24,10 @@ class DraftEngine {
   DraftEngine(std::unique_ptr<Backend> backend, const DraftConfig& config, const SpeculationConfig& speculation,
               const EngineLimits& limits, const DraftWeights& weights, const EngineTensors& tensors);
 
+  // To be called where the host has written other embeddings into embed_tokens, before the next cycle. Waits for the
+  // device, whose streams may still be writing them.
+  void embeddings_changed() { loop_.know_tokens(); }
+
   // To be called once at start, before the first cycle: whatever a backend prepares for its first run (graphs of all
   // batch sizes) is made here instead.
   void warm_up();

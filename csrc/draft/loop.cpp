@@ -30,6 +30,13 @@ Loop::Loop(Backend& backend, const DraftConfig& config, const SpeculationConfig&
   Workspace workspace(backend_.allocate(workspace_bytes_));
   carve(workspace);
   backend_.bind(context_);
+  know_tokens();
+}
+
+void Loop::know_tokens() const {
+  const Layer& first = layers_.front();
+  backend_.know_tokens({first.qkv, weights_.embed_tokens, first.weights.input_layernorm,
+                        weights_.d2t ? weights_.d2t.as<const std::int64_t>() : nullptr});
 }
 
 void Loop::carve(Workspace& workspace) {

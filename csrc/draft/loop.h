@@ -22,6 +22,9 @@ class Loop {
   // admit, extend, select, then K - 1 times: all layers over the frontier, head, select. `rows` bounds the extend rows.
   void cycle(int lanes, int rows) const;
 
+  // What follows from a drafted token alone: once planned, and again where the embeddings have changed.
+  void know_tokens() const;
+
   [[nodiscard]] const EngineContext& context() const noexcept { return context_; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept { return workspace_bytes_; }
 

@@ -43,6 +43,9 @@ class Recorder final : public Backend {
     return linear;
   }
   void bind(const EngineContext&) override { log.emplace_back("bind"); }
+  void know_tokens(const DraftedTokens& tokens) override {
+    log.emplace_back(tokens.qkv.num_parts == 3 ? "know_tokens" : "know_tokens of what?");
+  }
   void begin(const DraftBatch&, Stream) override {}
   void warm_up(const std::function<void(int, int)>&) override {}
   void replay(int, int, const std::function<void(int, int)>&) override {}
@@ -97,10 +100,10 @@ TEST_CASE("one layer: K and V for all rows, everything else for the row that is 
   Recorder recorder;
   const Loop loop = make_loop(recorder, 1, {2, 1, 3});
   loop.cycle(2, 8);
-  CHECK(recorder.log == Log{"bind", "admit", "fuse all", "kv0 all", "q0 last gather", "attention0 last", "o_proj last",
-                            "gate_up last", "down last", "head last", "select 0", "qkv0 step1 scratch gather",
-                            "attention0 step1", "o_proj step1", "gate_up step1", "down step1", "head step1",
-                            "select 1"});
+  CHECK(recorder.log == Log{"bind", "know_tokens", "admit", "fuse all", "kv0 all", "q0 last gather", "attention0 last",
+                            "o_proj last", "gate_up last", "down last", "head last", "select 0",
+                            "qkv0 step1 scratch gather", "attention0 step1", "o_proj step1", "gate_up step1",
+                            "down step1", "head step1", "select 1"});
   CHECK(recorder.allocations == 1);
 }
 
@@ -110,17 +113,17 @@ TEST_CASE("two layers: every row through the first, the last row through the sec
   loop.cycle(2, 8);
   const Log extend = {"fuse all",    "qkv0 all", "attention0 all", "o_proj all",
                       "gate_up all", "down all", "kv1 all",        "q1 last gather"};
-  CHECK(Log(recorder.log.begin() + 2, recorder.log.begin() + 10) == extend);
+  CHECK(Log(recorder.log.begin() + 3, recorder.log.begin() + 11) == extend);
   const Log step = {"qkv0 step1 scratch gather", "attention0 step1", "o_proj step1", "gate_up step1", "down step1",
                     "qkv1 step1 scratch"};
-  CHECK(Log(recorder.log.begin() + 16, recorder.log.begin() + 22) == step);
+  CHECK(Log(recorder.log.begin() + 17, recorder.log.begin() + 23) == step);
 }
 
 TEST_CASE("no steps: K and V are kept, nothing is drafted") {
   Recorder recorder;
   const Loop loop = make_loop(recorder, 1, {0, 1, 1});
   loop.cycle(2, 8);
-  CHECK(recorder.log == Log{"bind", "admit", "fuse all", "kv0 all", "select 0"});
+  CHECK(recorder.log == Log{"bind", "know_tokens", "admit", "fuse all", "kv0 all", "select 0"});
 }
 
 TEST_CASE("each step reads what the step before wrote") {

@@ -204,12 +204,13 @@ def test_steps_that_nobody_needs_are_skipped() -> None:
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the device too")
+@pytest.mark.parametrize("quant", ["none", "head=int4"])
 @pytest.mark.parametrize("topk", [1, 4], ids=["chain", "tree"])
-def test_a_skipped_step_takes_under_10_us(topk) -> None:
+def test_a_skipped_step_takes_under_10_us(topk, quant) -> None:
     """Cycles whose requests all stop with their first token: twelve further steps for the difference of two."""
     config = make_config(hidden_size=1024, target_hidden_size=256, intermediate_size=4096, num_heads=16,
                          num_kv_heads=4, head_dim=128, vocab_size=16000, draft_vocab_size=16000, max_positions=512)
-    weights = random_weights(config, dtype=torch.bfloat16)
+    weights = quantize(random_weights(config, dtype=torch.bfloat16), DraftQuant.parse(quant))
     fastest = []
     for steps in (4, 16):
         speculation = SpeculationConfig(num_steps=steps, topk=topk, num_draft_tokens=17 if topk > 1 else steps + 1,

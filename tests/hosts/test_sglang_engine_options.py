@@ -30,7 +30,8 @@ def test_no_options_run_the_engine() -> None:
 def test_options_are_read() -> None:
     written = {
         "drafter": "engine", "placement": "dedicated", "aux_layer_ids": [1, 3], "convention": "capture_before",
-        "stop_below": 0.1, "max_rows": 512, "pausing": True, "join_deadline": 20, "deadline": 2.5, "transport": "nccl",
+        "stop_below": 0.1, "max_rows": 512, "token_table_bytes": 0, "pausing": True, "join_deadline": 20,
+        "deadline": 2.5, "transport": "nccl",
         "draft_quant": "head=int4,mlp=fp8", "hot_vocab": "9:a.json", "drafter_deadline": 0.25,
         "drafter_device": "cuda:3",
     }  # fmt: skip
@@ -41,6 +42,7 @@ def test_options_are_read() -> None:
         convention=AuxConvention.CAPTURE_BEFORE,
         stop_below=0.1,
         max_rows=512,
+        token_table_bytes=0,
         pausing=True,
         join_deadline=20.0,
         deadline=2.5,

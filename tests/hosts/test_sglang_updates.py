@@ -11,6 +11,7 @@ from fake_engine_parts import Setting
 from test_sglang_dedicated import OPTIONS, Tolerant, alone, started
 
 from eaglex import checkpoint, drafter, reference
+from eaglex.engine import DraftEngine
 from eaglex.errors import CheckpointError
 
 CASES = Path(__file__).parent.parent / "cases"
@@ -52,6 +53,8 @@ def test_an_embedding_is_renewed_without_another_engine(in_place: bool, monkeypa
     with made_host() as host:
         updater, draft = running(host), host.worker._draft_worker
         engine, again, model = draft.engine, loads(monkeypatch), host.worker.target_worker.model_runner.model
+        told: list[DraftEngine] = []
+        monkeypatch.setattr(DraftEngine, "embeddings_changed", lambda self: told.append(self))
         assert draft.facts.borrowed == ("embed_tokens",)
         if in_place:
             model.embed.mul_(0.5)
@@ -65,6 +68,7 @@ def test_an_embedding_is_renewed_without_another_engine(in_place: bool, monkeypa
         for _ in range(8):
             host.step()
         assert draft.engine is engine
+        assert told == [engine], "what it has computed from the embeddings is old"
         assert not again
 
 

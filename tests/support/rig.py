@@ -71,6 +71,7 @@ class Layout:
     max_batch: int = 6
     max_rows: int = 96
     context: int = 0  # width of req_to_token, max_positions where 0
+    token_table_bytes: int = 2**30
 
 
 def worst(left: reference.Draft, right: reference.Draft) -> float:
@@ -120,8 +121,9 @@ class Rig:
     @property
     def limits(self) -> EngineLimits:
         return EngineLimits(
-            max_batch=self.layout.max_batch, max_rows=self.layout.max_rows, num_slots=self.layout.num_slots
-        )
+            max_batch=self.layout.max_batch, max_rows=self.layout.max_rows, num_slots=self.layout.num_slots,
+            token_table_bytes=self.layout.token_table_bytes,
+        )  # fmt: skip
 
     def build(self) -> DraftEngine:
         return DraftEngine(

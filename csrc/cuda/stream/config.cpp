@@ -73,7 +73,8 @@ GemmConfig configure(const GemmProblem& problem, const DeviceLimits& device) {
   expect(config.stages >= kMinStages, ErrorCode::kConfig, "shared_per_block",
          concat("at least ", shared_layout(problem, config.token_tiles, config.chunk_k, kMinStages).total, " bytes"),
          device.shared_per_block);
-  config.grid = std::min(config.in_slot ? slots_of(device) : device.num_sms, units);
+  const int slots = std::max(slots_of(device) - problem.spare_slots, device.num_sms);
+  config.grid = std::min(config.in_slot ? slots : device.num_sms, units);
   if (problem.weight_bits == 4 && problem.tokens == 1)
     config.grid = even_grid(units, problem.segments * config.chunks_per_segment, config.grid);
   config.split = split_of(units, config.grid);

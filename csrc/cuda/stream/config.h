@@ -137,6 +137,7 @@ struct GemmProblem {
   int row_info_bytes = 0;  // what the epilogue keeps per token
   int state_bytes = 0;     // what the epilogue keeps per block and tile of 8 tokens
   bool wgmma = false;      // products of more than 16 tokens are wgmma's (wgmma.cuh)
+  int spare_slots = 0;     // left to blocks of the kernel before, where those hold them to its end
 };
 
 struct GemmConfig {

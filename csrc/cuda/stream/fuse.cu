@@ -77,7 +77,7 @@ void launch(const StreamPlan& plan, const FuseParams& params, const EngineContex
       batch, plan.live,     static_cast<const bf16*>(plan.idle_row), static_cast<bf16*>(params.hidden), k, segments,
       rows,  plan.first_row};
   const Tiles& tiles = tiles_of(params.fc);
-  launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), 0, shape, step,
+  launch_gemm<Step>(plan, tiles, problem_of<Step>(tiles, rows, k, segments, params.rows.max_rows), {}, shape, step,
                     stream);
 }
 

@@ -51,7 +51,7 @@ void launch_gate_up(const StreamPlan& plan, const GateUpParams& params, const En
   shape.eps = context.config.rms_norm_eps;
   const GateUpStep::Params step{static_cast<const bf16*>(params.x), static_cast<bf16*>(params.out), k, rows / 2};
   const Tiles& tiles = tiles_of(params.gate_up);
-  launch_gemm<GateUpStep>(plan, tiles, problem_of<GateUpStep>(tiles, rows, k, 1, params.rows.max_rows), 0, shape, step,
+  launch_gemm<GateUpStep>(plan, tiles, problem_of<GateUpStep>(tiles, rows, k, 1, params.rows.max_rows), {}, shape, step,
                           stream);
 }
 

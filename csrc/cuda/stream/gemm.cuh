@@ -6,12 +6,13 @@
 // strip of 16, each with half of a chunk's k; 128 rows: one), 2 warps copy. Tiles that several blocks share are summed
 // in a fixed order.
 // RMSNorm is folded in: gamma goes onto x (onto W by wgmma and where scales go there), the sum of squares comes from
-// the tensor cores (x xᵀ, its diagonal), 1/rms is applied to the sums, so nobody reads x twice and no kernel stands in
-// between.
+// the tensor cores (x xᵀ, its diagonal), 1/rms is applied to the sums, so no kernel stands in between and nobody reads x
+// twice; but where x is kept (kept.cuh) each block reads all of it.
 #pragma once
 
 #include <type_traits>
 
+#include "cuda/stream/early.cuh"
 #include "cuda/stream/kept.cuh"
 #include "cuda/stream/multiply.cuh"
 #include "cuda/stream/paired.cuh"
@@ -59,9 +60,12 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
     if (threadIdx.x < kConsumerThreads) Step::template begin<kTokenTiles>(shared_ + at_.state);
   }
 
-  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh).
-  __device__ void run_kept(const std::int32_t broken) {
+  // One token, x kept: what other blocks have of a tile comes as words (word_sums.cuh). `producers` waits for the kernels
+  // before, where that has not been done: in front of the first epilogue, or of sums whose place is every launch's.
+  template <class Producers>
+  __device__ void run_kept(std::int32_t broken, Producers producers) {
     RingPosition at(kConsumer);
+    begin_waiting(Producers::kRunning);
     for (int unit = first_, tile = tile_; unit < last_; ++tile) {
       const int begin = tile * per_tile_;
       const int piece_begin = unit;
@@ -81,16 +85,19 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
       }
       acc[0][1] = acc[0][0], acc[0][3] = acc[0][2];
       if (!whole && !this->waits_) {
+        wait_once(producers);
         if (!this->complete(tile, 0, piece_begin, piece_end, typename Base::Early{}, acc)) continue;
       } else if (piece_begin != begin) {
         this->publish_words(acc);
         continue;
       } else if (!whole) {
-        Step::template touch_inputs<1>(params_, this->view_of(tile));
+        this->touch_inputs(tile);
         if (role_.half == 0) this->add_words(others, word, broken, acc);
       }
-      epilogue(this->view_of(tile), acc);
+      wait_once(producers);
+      if (this->rows_known_) epilogue(this->view_of(tile), acc);
     }
+    wait_once(producers);
     Step::template end<1>(params_, role_, shape_.tokens, shared_ + at_.state);
   }
 
@@ -128,6 +135,19 @@ class Consumer : WordSums<Weights, kTokenTiles, Step> {
   }
 
  private:
+  __device__ __forceinline__ void begin_waiting(bool running) {
+    if (running) this->waits_for_producers_ = true, this->rows_known_ = false;
+  }
+  // Waits for the kernels before, where that has not been done.
+  template <class Producers>
+  __device__ __forceinline__ void wait_once(const Producers& producers) {
+    if constexpr (Producers::kRunning) {
+      if (!this->waits_for_producers_) return;
+      this->waits_for_producers_ = false;
+      this->rows_known_ = producers();
+    }
+  }
+
   __device__ __forceinline__ int segment_of(int chunk) const {
     if (shape_.segments == 1) return 0;
     return chunk / shape_.chunks_per_segment;
@@ -314,15 +334,20 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   const int first = shape.split.first(blockIdx.x);
   const int last = shape.split.first(blockIdx.x + 1);
   int issued = 0;  // chunks, by the thread that issues them
-  if (threadIdx.x == kConsumerThreads) {
-    for (int stage = 0; stage < shape.stages; ++stage) {
-      mbar_init(ring.landed + 8 * stage, 1);
-      mbar_init(ring.full + 8 * stage, 32);
-      mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
+  if (warp == kConsumerWarps) {
+    if (lane == 0) {
+      for (int stage = 0; stage < shape.stages; ++stage) {
+        mbar_init(ring.landed + 8 * stage, 1);
+        mbar_init(ring.full + 8 * stage, 32);
+        mbar_init(ring.empty + 8 * stage, Consumer<Weights, kTokenTiles, Step>::kReaders);
+      }
+      mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
+      mbar_init_fence();
     }
-    mbar_init(rows_ready, kAllLocate ? kConsumerThreads : 1);
-    mbar_init_fence();
-    issued = fill_ring<Weights, kTokenTiles, kGammaStreams>(shape, ring, first, last);
+    if constexpr (Step::kMayBeEarly && Weights::kKeepsX) {
+      if (shape.x_is_there) say_barriers_are_there();
+    }
+    if (lane == 0) issued = fill_ring<Weights, kTokenTiles, kGammaStreams>(shape, ring, first, last);
   }
   const bool locates = warp > kConsumerWarps;
   const bf16** const sources = reinterpret_cast<const bf16**>(shared + at.sources);
@@ -330,6 +355,9 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
   std::conditional_t<Weights::kKeepsX, KeptInputs<Weights, Step::kNormed>, StreamedInputs> kept(shape, first, last);
   Consumer<Weights, kTokenTiles, Step> consumer(shape, params, ring, shared, at);
   consumer.prepare();
+  if constexpr (Step::kMayBeEarly && Weights::kKeepsX) {
+    if (shape.x_is_there) return run_early<Weights, Step>(shape, at, params, ring, shared, issued, kept, consumer);
+  }
   bool idle = false;
   // All warps come through here, because a barrier of the whole block is for one place in the code.
 #pragma unroll 1
@@ -379,7 +407,7 @@ __device__ __forceinline__ void run_block(const GemmShape& shape, const SharedLa
       kept.keep(at, shared, sources);
     }
   }
-  if constexpr (Weights::kKeepsX) consumer.run_kept(broken);
+  if constexpr (Weights::kKeepsX) consumer.run_kept(broken, ProducersDone{});
   if constexpr (!Weights::kKeepsX) consumer.run();
 }
 

@@ -180,6 +180,7 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
   GemmShape shape;
   shape.gamma[0] = params.norm.as<const bf16>();
   shape.eps = context.config.rms_norm_eps;
+  shape.release = Release::kAfterWait;  // StreamPlan::hidden_is_there
   const int vocab = rows_of(params.lm_head);
   const int k = columns_of(params.lm_head);
   HeadStep::Params step{
@@ -190,7 +191,7 @@ int launch_head(const StreamPlan& plan, const HeadParams& params, const EngineCo
     step.stride = head_offers(vocab, topk).stride;
   }
   const Tiles& tiles = tiles_of(params.lm_head);
-  return launch_gemm<HeadStep>(plan, tiles, problem_of<HeadStep>(tiles, vocab, k, 1, params.rows.max_rows), 0, shape,
+  return launch_gemm<HeadStep>(plan, tiles, problem_of<HeadStep>(tiles, vocab, k, 1, params.rows.max_rows), {}, shape,
                                step, stream);
 }
 

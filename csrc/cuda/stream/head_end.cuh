@@ -17,11 +17,12 @@ struct HeadEnd {
   const std::int32_t* needed;
   bool selects;
   SelectParams select;
-  const bf16* embed_tokens;  // null: unknown
+  const bf16* embed_tokens;  // null: unknown, or not needed
+  const bf16* products;      // StreamPlan::token_products; null: not known
   std::int32_t* drafting;    // raised where the lane drafts in the next step
 };
 
-inline constexpr int kEndThreads = 64;  // with 64 registers each it fits an SM beside two blocks of a matrix
+inline constexpr int kEndThreads = 64;  // with 64 registers each head_merge fits an SM beside two blocks of bf16
 inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // Sum over the block, the same in every thread and every run.
@@ -68,9 +69,17 @@ struct Found {
   int lane;
   LaneStatus status;
   std::int64_t token;  // of the target's vocabulary, if the draft's d2t is right
+  int id;              // of the draft's
   float log_probability;
   float score_before;  // of the chain so far
 };
+
+// Row `at` of `width` elements into L2, by a whole warp.
+__device__ inline void fetch_row(const bf16* rows, std::int64_t at, int width) {
+  constexpr int kLine = 64;  // elements of 128 bytes
+  const bf16* const row = rows + at * width;
+  for (int i = static_cast<int>(threadIdx.x % 32) * kLine; i < width; i += 32 * kLine) touch_l2(row + i);
+}
 
 // select_lane where a chain goes on, which is nearly always: the same values with one read that must be waited for
 // instead of seven in a row. By a whole warp; returns false, with nothing written, where select_lane must do it.
@@ -83,10 +92,10 @@ __device__ inline bool advance_chain(const HeadEnd& args, const Found& found) {
   const std::int64_t token = found.token;
   if (score < context.speculation.stop_score || token < 0 || token >= context.config.vocab_size) return false;
   const int thread = threadIdx.x % 32;
-  if (args.embed_tokens != nullptr) {  // qkv of the next step would wait for the memory behind its own weights
-    constexpr int kLine = 64;          // elements of 128 bytes
-    const bf16* const row = args.embed_tokens + token * context.config.hidden_size;
-    for (int i = thread * kLine; i < context.config.hidden_size; i += 32 * kLine) touch_l2(row + i);
+  if (args.products != nullptr) {  // qkv of the next step would wait for the memory behind its own weights
+    fetch_row(args.products, found.id, token_product_width(context.config));
+  } else if (args.embed_tokens != nullptr) {
+    fetch_row(args.embed_tokens, token, context.config.hidden_size);
   }
   const std::int64_t node = found.lane;
   const int steps = context.speculation.num_steps;
@@ -126,6 +135,7 @@ inline HeadEnd head_end_of(const StreamPlan& plan, const HeadParams& params, con
   end.selects = select != nullptr;
   if (select != nullptr) end.select = *select;
   end.embed_tokens = static_cast<const bf16*>(plan.embed_tokens);
+  end.products = plan.token_products;
   end.drafting = plan.drafting;
   return end;
 }

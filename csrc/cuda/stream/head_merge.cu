@@ -112,8 +112,12 @@ __global__ void __maxnreg__(64) head_merge(const __grid_constant__ MergeArgs arg
     if (finite && topk > 1) rank(args, row, lists, taken, merged.log_sum);
     if (finite && topk == 1 && thread == 0) write_top(args, row, 0, merged.best, merged.log_sum);
     if (args.selects && inside) {
-      const Found found{lane, static_cast<LaneStatus>(status), finite ? token_of(args, id_of(merged.best)) : 0,
-                        fminf(0.0F, value_of(merged.best) - merged.log_sum), score_before};
+      const Found found{lane,
+                        static_cast<LaneStatus>(status),
+                        finite ? token_of(args, id_of(merged.best)) : 0,
+                        finite ? id_of(merged.best) : 0,
+                        fminf(0.0F, value_of(merged.best) - merged.log_sum),
+                        score_before};
       const bool done = finite && advance_chain(args, found);
       if (!done && thread == 0) select(args, lane);
     }

@@ -8,10 +8,11 @@
 // finishes. All orders are fixed. Nothing fits beside two blocks of a low-bit matrix, whose registers are too many: a
 // cluster comes into what the head's first blocks leave, where qkv begins with a block less.
 #include <algorithm>
-#include <utility>
+#include <atomic>
+#include <cstdint>
 
 #include "cuda/stream/cluster.cuh"
-#include "cuda/stream/head_end.cuh"
+#include "cuda/stream/offers.cuh"
 
 namespace eaglex::stream {
 namespace {
@@ -23,18 +24,15 @@ constexpr int kDeep = 4;    // units that a lane reads of each: one trip to memo
 constexpr int kUnit = 8;    // elements of 16 bytes
 
 struct RescoreArgs : HeadEnd {
-  const std::uint64_t* offers;  // [64, stride]
-  int stride;
-  int count;     // of a row's offers
-  int num;       // that are scored again, at least kWarps
-  int capacity;  // of a warp's list
-  int ranks;     // blocks per row
-  int blocks;    // of the head's grid
+  Offers offers;
+  int ranks;   // blocks per row
+  int blocks;  // of the head's grid
   const float2* stats;
   const bf16* x;  // [R, H]
   const bf16* rows_as_stored;
   int row_units;               // between their beginnings
   const bf16* next_embedding;  // [V, H]: of each that is scored again the row is fetched; null: unknown, or not needed
+  const bf16* next_products;   // [Vd, token_product_width()], in its place
 };
 
 // Offsets into shared memory.
@@ -60,120 +58,6 @@ __host__ __device__ constexpr RescoreLayout rescore_layout(int share, int ranks,
   at.warp_bytes = 32 * 4 + 2 * align_up(num, 2) * 8 + capacity * 8;
   at.total = at.warps + kWarps * at.warp_bytes;
   return at;
-}
-
-struct WarpSpace {
-  std::uint32_t* maxima;
-  std::uint64_t* own;
-  std::uint64_t* chosen;
-  std::uint64_t* list;
-};
-
-__device__ __forceinline__ std::uint32_t high(std::uint64_t key) {
-  return static_cast<std::uint32_t>(key >> 32);
-}
-
-// The value that at least `num` of the lanes reach; 0 where fewer have any.
-__device__ __forceinline__ std::uint32_t reached_by(std::uint32_t maximum, int num, std::uint32_t* maxima, int lane) {
-  maxima[lane] = maximum;
-  __syncwarp();
-  int above = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint4 others = reinterpret_cast<const uint4*>(maxima)[i];
-    above += (others.x > maximum) + (others.y > maximum) + (others.z > maximum) + (others.w > maximum);
-  }
-  return __reduce_min_sync(0xFFFFFFFF, above < num ? maximum : 0xFFFFFFFF);
-}
-
-constexpr int kPairs = 8;
-constexpr int kOffersAtOnce = 64 * kPairs;
-constexpr int kKeys = 2 * kPairs + 1;  // of a lane: its share of the offers, and one that was chosen before
-using Keys = std::uint64_t[kKeys];
-
-// A lane's share of the offers from `base` on.
-__device__ __forceinline__ void load_offers(const RescoreArgs& args, int row, int base, Keys& keys) {
-  const std::uint64_t* const offers = args.offers + static_cast<std::int64_t>(row) * args.stride;
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    const int at = base + j * 64 + static_cast<int>(threadIdx.x % 32) * 2;
-    ulonglong2 pair = make_ulonglong2(0, 0);
-    if (at < args.count) pair = __ldcg(reinterpret_cast<const ulonglong2*>(offers + at));
-    keys[2 * j] = pair.x;
-    keys[2 * j + 1] = at + 1 < args.count ? pair.y : 0;
-  }
-}
-
-// The best `num` of the warp's share of a row's offers, descending, 0 behind the last, into `space.own`; `keys` are its
-// first already. Of 512 at a time those that reach what `num` lanes reach, which are few, are listed, and each counts
-// those before it.
-__device__ __forceinline__ void choose_own(const RescoreArgs& args, int row, int warp, Keys& keys,
-                                           const WarpSpace& space) {
-  const int lane = threadIdx.x % 32;
-  std::uint64_t before = 0;  // of lane < num: chosen so far
-  int base = warp * kOffersAtOnce;
-#pragma unroll 1
-  while (true) {
-    keys[2 * kPairs] = before;
-    std::uint32_t maximum = 0;
-#pragma unroll
-    for (const std::uint64_t key : keys) maximum = max(maximum, high(key));
-    const std::uint32_t least = reached_by(maximum, args.num, space.maxima, lane);
-    int total = 0;
-#pragma unroll
-    for (const std::uint64_t key : keys) {
-      const bool in = high(key) >= least && key != 0;
-      const std::uint32_t who = __ballot_sync(0xFFFFFFFF, in);
-      const int at = total + __popc(who & ((1U << lane) - 1));
-      if (in && at < args.capacity) space.list[at] = key;
-      total += __popc(who);
-    }
-    __syncwarp();
-    if (total <= args.capacity) {
-      for (int i = lane; i < total; i += 32) {
-        const std::uint64_t mine = space.list[i];
-        int place = 0;
-#pragma unroll 4
-        for (int other = 0; other < total; ++other) place += space.list[other] > mine ? 1 : 0;
-        if (place < args.num) space.own[place] = mine;
-      }
-      if (lane >= total && lane < args.num) space.own[lane] = 0;
-    } else {  // values that lie together, or many alike
-      std::uint64_t last = ~std::uint64_t{0};
-#pragma unroll 1
-      for (int place = 0; place < args.num; ++place) {
-        std::uint64_t next = 0;
-#pragma unroll
-        for (const std::uint64_t key : keys) next = key < last && key > next ? key : next;
-        last = warp_max(next);
-        if (lane == 0) space.own[place] = last;
-      }
-    }
-    __syncwarp();
-    base += kWarps * kOffersAtOnce;
-    if (base >= args.count) return;
-    before = lane < args.num ? space.own[lane] : 0;
-    load_offers(args, row, base, keys);
-  }
-}
-
-// The best of both warps' shares, into `space.chosen`; by the block.
-__device__ __forceinline__ void choose(const RescoreArgs& args, const WarpSpace& space, const std::uint64_t* others) {
-  const int lane = threadIdx.x % 32;
-  if (lane < args.num) space.chosen[lane] = 0;
-  __syncthreads();
-  const std::uint64_t mine = lane < args.num ? space.own[lane] : 0;
-  const std::uint64_t other = lane < args.num ? others[lane] : 0;
-  int place = lane;  // both lists are in order
-  int place_of_other = lane;
-#pragma unroll 4
-  for (int i = 0; i < args.num; ++i) {
-    place += others[i] > mine ? 1 : 0;
-    place_of_other += space.own[i] > other ? 1 : 0;
-  }
-  if (mine != 0 && place < args.num) space.chosen[place] = mine;
-  if (other != 0 && place_of_other < args.num) space.chosen[place_of_other] = other;
-  __syncwarp();
 }
 
 // Σ exp of several blocks of the head, as far as their maximum.
@@ -262,13 +146,13 @@ struct Rescored {
 __device__ __forceinline__ Rescored finish(const RescoreArgs& args, std::uint64_t scanned, const float* sums,
                                            const float2* stats) {
   const int lane = threadIdx.x % 32;
-  const int width = args.num + 1;
-  const bool valid = lane < args.num && scanned != 0;
+  const int width = args.offers.num + 1;
+  const bool valid = lane < args.offers.num && scanned != 0;
   float product = 0;
   float squares = 0;
   for (int rank = 0; rank < args.ranks; ++rank) {
     if (valid) product += sums[rank * width + lane];
-    squares += sums[rank * width + args.num];
+    squares += sums[rank * width + args.offers.num];
   }
   const float hidden = static_cast<float>(args.context.config.hidden_size);
   const float score = product * rsqrtf(squares / hidden + args.context.config.rms_norm_eps);
@@ -284,7 +168,7 @@ __device__ __forceinline__ Rescored finish(const RescoreArgs& args, std::uint64_
   const float fresh = warp_sum(valid && score != kMinusInfinity ? __expf(score - maximum) : 0.0F);
   const float rest = all - replaced;
   rescored.log_sum = maximum + logf((rest < 0 ? 0.0F : rest) + fresh);
-  for (int other = 0; other < args.num; ++other)
+  for (int other = 0; other < args.offers.num; ++other)
     rescored.place += __shfl_sync(0xFFFFFFFF, rescored.key, other) > rescored.key ? 1 : 0;
   return rescored;
 }
@@ -324,8 +208,8 @@ __device__ __forceinline__ void conclude(const RescoreArgs& args, int row, const
   const std::uint32_t winners = __ballot_sync(0xFFFFFFFF, rescored.key != 0 && rescored.place == 0);
   const int winner = winners == 0 ? 0 : __ffs(winners) - 1;
   const float score = __shfl_sync(0xFFFFFFFF, value_of(rescored.key), winner);
-  const Found found{lane.index, static_cast<LaneStatus>(lane.status), __shfl_sync(0xFFFFFFFF, token, winner),
-                    fminf(0.0F, score - rescored.log_sum), lane.score_before};
+  const Found found{lane.index, static_cast<LaneStatus>(lane.status),  __shfl_sync(0xFFFFFFFF, token, winner),
+                    0,          fminf(0.0F, score - rescored.log_sum), lane.score_before};
   const bool done = finite && advance_chain(args, found);
   if (!done && thread == 0) select(args, lane.index);
 }
@@ -345,47 +229,51 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
   const int share = share_of(config.hidden_size, args.ranks);
   const int begin = rank * share;
   const int end = min(config.hidden_size / kUnit, begin + share);
+  // Raised, if at all, before this pass's qkv.
+  const bool idle = is_idle(args.needed);
   // Of the head's norm, which no kernel writes.
   for (int unit = begin + static_cast<int>(threadIdx.x); unit < end; unit += kEndThreads)
     cp_async_16(shared_address(shared) + (share + unit - begin) * 16, args.norm + unit * kUnit);
   wait_for_producers();
+  if (idle) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    const int first_lane = row / (args.rows.pass == Pass::kExtendLast ? 1 : args.context.speculation.topk);
+    if (args.selects && rank == 0 && threadIdx.x == 0 && first_lane < __ldcg(&args.batch->batch))
+      select(args, first_lane);
+    return;
+  }
   // All reads in one trip, wanted or not.
-  Keys keys;
-  load_offers(args, row, warp * kOffersAtOnce, keys);
+  OfferKeys keys;
+  load_offers(args.offers, row, warp * kOffersAtOnce, keys);
   const bf16* const x = args.x + static_cast<std::int64_t>(row) * config.hidden_size;
   for (int unit = begin + static_cast<int>(threadIdx.x); unit < end; unit += kEndThreads)
     cp_async_16(shared_address(shared) + (unit - begin) * 16, x + unit * kUnit);
   const int block = rank * kEndThreads + static_cast<int>(threadIdx.x);
   const float2 first_stats = stats_of(args, row, block);
   const Lane lane_of = lane_of_row(args, row);
-  if (is_idle(args.needed)) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    if (args.selects && rank == 0 && threadIdx.x == 0 && lane_of.inside) select(args, lane_of.index);
-    return;
-  }
-  const RescoreLayout at = rescore_layout(share, args.ranks, args.num, args.capacity);
+  const RescoreLayout at = rescore_layout(share, args.ranks, args.offers.num, args.offers.capacity);
   const auto space_of = [&](int which) {
     std::byte* const begin = shared + at.warps + which * at.warp_bytes;
     auto* const lists = reinterpret_cast<std::uint64_t*>(begin + 32 * 4);
-    const int size = align_up(args.num, 2);
+    const int size = align_up(args.offers.num, 2);
     return WarpSpace{reinterpret_cast<std::uint32_t*>(begin), lists, lists + size, lists + 2 * size};
   };
   const WarpSpace space = space_of(warp);
-  choose_own(args, row, warp, keys, space);
+  choose_own(args.offers, row, warp, keys, space);
   asm volatile("cp.async.wait_all;" ::: "memory");  // for all behind the barrier in choose
-  choose(args, space, space_of(1 - warp).own);
+  choose(args.offers, space, space_of(1 - warp).own);
 
   // Of a draft that is void anyhow, because a block never came, offers may be anything.
   const auto id_at = [&](int c) {
-    return min(static_cast<std::uint32_t>(id_of(c < args.num ? space.chosen[c] : 0)),
+    return min(static_cast<std::uint32_t>(id_of(c < args.offers.num ? space.chosen[c] : 0)),
                static_cast<std::uint32_t>(config.draft_vocab_size - 1));
   };
   cluster_wait();  // all blocks run, so the first one's shared memory is there
   const std::int64_t token = args.selects && warp == 0 ? token_of(args, static_cast<int>(id_at(lane))) : 0;
-  const std::uint32_t sums = shared_address(shared) + at.sums + rank * (args.num + 1) * 4;
+  const std::uint32_t sums = shared_address(shared) + at.sums + rank * (args.offers.num + 1) * 4;
   const auto* const own_x = reinterpret_cast<const uint4*>(shared) + lane;
 #pragma unroll 1
-  for (int first = warp; first < args.num; first += kAtOnce * kWarps) {
+  for (int first = warp; first < args.offers.num; first += kAtOnce * kWarps) {
     std::uint32_t rows[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) rows[i] = id_at(first + i * kWarps) * static_cast<std::uint32_t>(args.row_units);
@@ -406,13 +294,14 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
       const std::uint32_t to = shared_address(shared) + at.stats + (rank * kWarps + warp) * 8;
       if (lane < 2) store_in(0, to + lane * 4, lane == 0 ? maximum : sum);
     }
-    if (first == 0 && args.next_embedding != nullptr) {  // qkv of the next step will read one of them
-      constexpr int kLine = 64;                          // elements of 128 bytes
-      for (int c = rank; c < args.num; c += args.ranks) {
+    if (first == 0 && args.next_products != nullptr) {  // qkv of the next step will read one of them
+      for (int c = rank; c < args.offers.num; c += args.ranks)
+        fetch_row(args.next_products, id_at(c), token_product_width(config));
+    } else if (first == 0 && args.next_embedding != nullptr) {
+      for (int c = rank; c < args.offers.num; c += args.ranks) {
         std::int64_t next = __shfl_sync(0xFFFFFFFF, token, c);
         if (next < 0 || next >= config.vocab_size) next = 0;
-        const bf16* const embedding = args.next_embedding + next * config.hidden_size;
-        for (int i = lane * kLine; i < config.hidden_size; i += 32 * kLine) touch_l2(embedding + i);
+        fetch_row(args.next_embedding, next, config.hidden_size);
       }
     }
     Dots dots;
@@ -428,9 +317,9 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int c = first + i * kWarps;
-      if (lane == i && c < args.num) store_in(0, sums + c * 4, dots.rows[i]);
+      if (lane == i && c < args.offers.num) store_in(0, sums + c * 4, dots.rows[i]);
     }
-    if (first == 0 && lane == kAtOnce) store_in(0, sums + args.num * 4, dots.squares);
+    if (first == 0 && lane == kAtOnce) store_in(0, sums + args.offers.num * 4, dots.squares);
     __syncwarp();
   }
   cluster_arrive();
@@ -438,7 +327,7 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
   cluster_wait();
   if (warp == 0) {
     const Rescored rescored =
-        finish(args, lane < args.num ? space.chosen[lane] : 0, reinterpret_cast<float*>(shared + at.sums),
+        finish(args, lane < args.offers.num ? space.chosen[lane] : 0, reinterpret_cast<float*>(shared + at.sums),
                reinterpret_cast<float2*>(shared + at.stats));
     conclude(args, row, lane_of, rescored, token);
   }
@@ -446,17 +335,39 @@ __global__ void __maxnreg__(128) head_rescore(const __grid_constant__ RescoreArg
 #endif
 }
 
-// As a rule few more are listed than are chosen, and a list that is too short costs time alone; but where 32 are chosen
-// most lanes of a warp hold one.
-int capacity_of(int num) {
-  return num <= 8 ? 64 : num <= 16 ? 96 : num < 32 ? 192 : kOffersAtOnce + 32;
-}
-
 // Two blocks per SM at most: more would take the place of qkv's.
 int ranks_of(const DeviceLimits& device, int rows) {
   int ranks = kMaxRanks;
-  while (ranks > 2 && rows * ranks > kWarps * device.num_sms) ranks /= 2;
+  while (ranks > 2 && rows * ranks > kBlocksPerSm * device.num_sms) ranks /= 2;
   return ranks;
+}
+
+// Whether the device, its driver and its partition place clusters of so many blocks. Asked once per size and number of SMs.
+bool are_placed(const DeviceLimits& device, int ranks, int shared_bytes) {
+  if (ranks == 1) return true;
+  static std::atomic<std::int64_t> known[kMaxRanks + 1];
+  std::atomic<std::int64_t>& of = known[ranks];
+  const std::int64_t key = static_cast<std::int64_t>(device.num_sms) << 32 | shared_bytes;
+  const std::int64_t before = of.load(std::memory_order_relaxed);
+  if (before >> 1 == key) return (before & 1) != 0;
+  check(cudaFuncSetAttribute(head_rescore, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "shared memory");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(ranks);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ranks));
+  config.blockDim = dim3(kEndThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, head_rescore, &config) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    clusters = 0;
+  }
+  of.store(key << 1 | (clusters > 0 ? 1 : 0), std::memory_order_relaxed);
+  return clusters > 0;
 }
 
 }  // namespace
@@ -472,23 +383,23 @@ void launch_head_rescore(const StreamPlan& plan, const HeadParams& params, int b
   static_cast<HeadEnd&>(args) = head_end_of(plan, params, select, context, batch);
   const int topk = context.speculation.topk;
   const HeadOffers offers = head_offers(rows_of(params.lm_head), topk);
-  args.offers = plan.head_offers;
-  args.stride = offers.stride;
-  args.count = offers.count;
-  args.num = rescored(topk);
-  args.capacity = capacity_of(args.num);
+  const int num = rescored(topk);
+  args.offers = {plan.head_offers, offers.stride, offers.count, num, offer_capacity(num)};
+  const auto shared_of = [&](int ranks) {
+    return rescore_layout(share_of(context.config.hidden_size, ranks), ranks, num, args.offers.capacity).total;
+  };
   args.ranks = ranks_of(plan.device, params.rows.max_rows);
+  while (!are_placed(plan.device, args.ranks, shared_of(args.ranks))) args.ranks /= 2;
   args.blocks = blocks;
   args.stats = plan.head_stats;
   args.x = static_cast<const bf16*>(params.hidden);
   args.rows_as_stored = params.rescore_rows.as<const bf16>();
   args.row_units = static_cast<int>(row_stride / kUnit);
   if (select != nullptr && select->draft_step + 1 < context.speculation.num_steps)
-    args.next_embedding = std::exchange(args.embed_tokens, nullptr);
-  const int share = share_of(context.config.hidden_size, args.ranks);
-  const int shared = rescore_layout(share, args.ranks, args.num, args.capacity).total;
+    args.next_products = args.products, args.next_embedding = args.embed_tokens;
+  args.products = args.embed_tokens = nullptr;
   launch_clusters(plan, args.ranks, head_rescore, dim3(static_cast<unsigned>(params.rows.max_rows * args.ranks)),
-                  kEndThreads, shared, stream, args);
+                  kEndThreads, shared_of(args.ranks), stream, args);
 }
 
 }  // namespace eaglex::stream

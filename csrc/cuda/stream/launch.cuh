@@ -95,6 +95,7 @@ void launch_tiled(const StreamPlan& plan, const GemmProblem& problem, const Gemm
 template <class Weights, class Step>
 void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmConfig& config, const GemmShape& shape,
                const typename Step::Params& params, cudaStream_t stream) {
+  if constexpr (Step::kAlwaysFull) return launch_tiled<Weights, 8, Step>(plan, problem, config, shape, params, stream);
   switch (config.token_tiles) {
     case 1:
       if constexpr (Weights::kBits == 4) {
@@ -116,11 +117,18 @@ void launch_as(const StreamPlan& plan, const GemmProblem& problem, const GemmCon
   }
 }
 
-// Fills in what follows from the plan and the problem; `shape` brings gammas and eps. Returns the grid. A launch
-// of a range of rows gives the first row and their number; the tiles around them are computed whole.
+// What a launch covers of a matrix: from a row on, with the tiles around them computed whole, and of its segments some.
+struct Cover {
+  int first_row = 0;
+  int first_segment = 0;
+  int stored_segments = 0;  // 0: all are covered
+};
+
+// Fills in what follows from the plan and the problem; `shape` brings gammas and eps. Returns the grid.
 template <class Step>
-int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, int first_row, GemmShape shape,
-                const typename Step::Params& params, cudaStream_t stream) {
+int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& problem, const Cover& cover,
+                GemmShape shape, const typename Step::Params& params, cudaStream_t stream) {
+  const int first_row = cover.first_row;
   GemmProblem covered = problem;
   covered.wgmma = has_wgmma(plan.device);
   const int tile_rows = tile_rows_for(problem.tokens <= 16 ? 1 : 8);
@@ -129,7 +137,8 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   expect(tiles.data != nullptr, ErrorCode::kShape, "Linear::prepared", "tiles", "null");
   expect(Step::kLowBit || tiles.precision == Precision::kBf16, ErrorCode::kShape, "Linear::prepared", "tiles of bf16",
          bits_of(tiles.precision));
-  shape.tiles = tiles.data;
+  shape.stored_segments = cover.stored_segments > 0 ? cover.stored_segments : problem.segments;
+  shape.tiles = tiles.data + cover.first_segment * k_block_bytes(bits_of(tiles.precision), problem.k / kKBlock);
   shape.row_scales = tiles.row_scales;
   shape.ones = static_cast<const bf16*>(plan.ones);
   expect_range("rows of a matrix", first_row + problem.rows, 1, plan.needs.max_rows);
@@ -145,6 +154,7 @@ int launch_gemm(const StreamPlan& plan, const Tiles& tiles, const GemmProblem& p
   shape.reduction = plan.reduction;
   if (tiles.precision == Precision::kInt4) shape.fill_ns = kFillNsInt4;
   if (config.token_tiles > 8) shape.in_flight = kInFlightAlone;
+  if (config.kept_chunks > 0) shape.in_flight = kInFlightBesideX;
   shape.scatter = plan.reduction == Reduction::kOwner && sums_in_slices(problem, config);
   shape.partials = reinterpret_cast<float4*>(plan.partials);
   shape.counters = plan.counters;
@@ -194,9 +204,11 @@ struct PlainStep {
   struct RowInfo {};
   __device__ static bool rehearses(const auto&) { return false; }
   static constexpr int kStateBytes = 0;
-  static constexpr bool kSliced = false;    // blocks that share a tile may finish parts of it (scatter.cuh)
-  static constexpr bool kWideRows = false;  // launches of more than 64 rows come
-  static constexpr bool kLowBit = true;     // its matrix may be FP8 or INT4
+  static constexpr bool kSliced = false;      // blocks that share a tile may finish parts of it (scatter.cuh)
+  static constexpr bool kWideRows = false;    // launches of more than 64 rows come
+  static constexpr bool kLowBit = true;       // its matrix may be FP8 or INT4
+  static constexpr bool kMayBeEarly = false;  // x may be there before the kernels that its blocks wait for are done
+  static constexpr bool kAlwaysFull = false;  // no launch has fewer than 64 rows
   template <int kTokenTiles>
   __device__ static void begin(std::byte*) {}
   template <int kTokenTiles>

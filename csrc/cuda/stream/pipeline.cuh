@@ -17,10 +17,11 @@ using bf16 = __nv_bfloat16;
 // one's wait: it may then read, before its own wait, all that was written before this one.
 enum class Release : std::uint8_t { kAtOnce, kAfterWait };
 
-// So many stages of 16 KB of a block are under way at once when its ring has been filled. More would only queue up in
-// front of the memory, and what a step needs beside its weights would wait behind them.
-inline constexpr int kInFlight = 2;
-inline constexpr int kInFlightAlone = 4;  // where one block has its SM for itself
+// Bytes of a block's weights that are under way at once, whole chunks, also when its ring has been filled. More would
+// only queue up in front of the memory, and what a step needs beside its weights would wait behind them.
+inline constexpr int kInFlight = 2 * kChunkBytes;
+inline constexpr int kInFlightAlone = 4 * kChunkBytes;        // where one block has its SM for itself
+inline constexpr int kInFlightBesideX = 3 * kChunkBytes / 2;  // of small chunks, where x is kept
 // That holds for the first round too: whole rings of all blocks at once, 29 MB, would stand for 6 µs in front of what
 // the kernel before needs for its end. But nobody knows when that has ended, and no warp of the block can wait for it
 // while one fills the ring: so after this time the rest of the round is left for later.
@@ -37,6 +38,7 @@ struct GemmShape {
   int in_flight = kInFlight;
   std::uint64_t fill_ns = kFillNs;
   int segments = 1;
+  int stored_segments = 1;  // of the matrix; `tiles` is where the first of `segments` begins
   int tokens = 0;
   int first_row_tile = 0;
   int chunks_per_segment = 0;
@@ -48,6 +50,7 @@ struct GemmShape {
   float4* partials = nullptr;         // partial_bytes()
   std::uint32_t* counters = nullptr;  // [row tiles], zero between launches
   Release release = Release::kAtOnce;
+  bool x_is_there = false;  // before the wait: what wrote it was done when the launch could begin (run_early)
   const std::int32_t* needed = nullptr;       // null, or 0 there: nobody wants the result; read before the wait
   const std::int32_t* needed_late = nullptr;  // the same, read after it
   const std::int32_t* num_live = nullptr;     // null, or at most first_live there: no row of this launch counts
@@ -146,7 +149,7 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
   for (int block = 0; block < G::kRowBlocks; ++block) {
     const std::int64_t row_block =
         static_cast<std::int64_t>(shape.first_row_tile + cursor.row_tile) * G::kRowBlocks + block;
-    const std::byte* const from = shape.tiles + (row_block * shape.segments + cursor.segment) * segment_bytes +
+    const std::byte* const from = shape.tiles + (row_block * shape.stored_segments + cursor.segment) * segment_bytes +
                                   k_block_bytes(Weights::kBits, k_block);
     bulk_copy(to + block * (G::kStageBytes / G::kRowBlocks), from, bytes, bar, policy);
   }
@@ -160,7 +163,7 @@ __device__ __forceinline__ void copy_weights(const GemmShape& shape, const Ring&
 // Chunks of a block that are under way at most.
 template <class Weights, int kTokenTiles>
 __device__ __forceinline__ int most_under_way(const GemmShape& shape) {
-  return min(shape.in_flight * (kChunkBytes / chunk_bytes(Weights::kBits, kTokenTiles)), shape.stages);
+  return min(shape.in_flight / chunk_bytes(Weights::kBits, kTokenTiles), shape.stages);
 }
 
 // Begins the first round and returns how many of its chunks are issued. They must be before any thread of the block
@@ -193,8 +196,10 @@ __device__ __forceinline__ void produce_weights(const GemmShape& shape, const Ri
   RingPosition at(under_way == ring.stages ? kProducer ^ 1 : kProducer);
   at.stage = under_way % ring.stages;
   Cursor cursor(shape, first + under_way);
+  // Consumers that begin early may wait for the kernels before, which a wait in vain may hold up for one deadline each.
+  const std::uint64_t deadline = shape.x_is_there ? 4 * kDeadlineNs : kDeadlineNs;
   for (int unit = first + under_way; unit < last; ++unit, cursor.next(shape), at.next(ring)) {
-    mbar_wait(ring.empty + 8 * at.stage, at.phase);
+    mbar_wait(ring.empty + 8 * at.stage, at.phase, deadline);
     for (; under_way >= most; --under_way, oldest.next(ring)) mbar_wait(ring.landed + 8 * oldest.stage, oldest.phase);
     copy_weights<Weights, kTokenTiles, kNormed>(shape, ring, cursor, at.stage, policy);
     ++under_way;

@@ -75,6 +75,7 @@ StreamPlan carve(const DeviceLimits& device, const StreamNeeds& needs, Workspace
   plan.never_wait = workspace.take<std::int32_t>(1);
   plan.broken = workspace.take<std::int32_t>(1);
   plan.words = workspace.take<std::uint64_t>(word_count(device));
+  plan.early_words = workspace.take<std::uint64_t>(word_count(device));
   plan.failed = workspace.take<std::uint32_t>(1);
   plan.idle_row = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
   plan.ones = workspace.take<std::uint16_t>(static_cast<std::size_t>(needs.max_k));
@@ -129,10 +130,12 @@ std::size_t workspace_bytes(const DeviceLimits& device, const StreamNeeds& needs
 StreamPlan make_plan(const DeviceLimits& device, const StreamNeeds& needs, void* workspace) {
   Workspace memory(workspace);
   StreamPlan plan = carve(device, needs, memory);
-  check(cudaMemset(plan.words, 0xFF, word_count(device) * sizeof(std::uint64_t)), "words");
+  for (std::uint64_t* const words : {plan.words, plan.early_words})
+    check(cudaMemset(words, 0xFF, word_count(device) * sizeof(std::uint64_t)), "words");
   constexpr std::uint16_t kOne = 0x3F80;  // in bf16
   const std::vector<std::uint16_t> ones(static_cast<std::size_t>(needs.max_k), kOne);
   check(cudaMemcpy(plan.ones, ones.data(), ones.size() * sizeof(kOne), cudaMemcpyHostToDevice), "ones");
+  check(cudaStreamSynchronize(nullptr), "words and ones");  // the caller's streams need not wait for the default one
   plan.pdl = wants_pdl();
   plan.reduction = wanted_reduction();
   if (under_mps()) plan.reduction = Reduction::kLastArriver;

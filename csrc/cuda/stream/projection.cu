@@ -59,7 +59,7 @@ void launch_projection(const StreamPlan& plan, const ProjectionParams& params, c
   const ProjectionStep::Params step{static_cast<const bf16*>(params.x), static_cast<const bf16*>(params.residual),
                                     static_cast<bf16*>(params.out), k, rows};
   const Tiles& tiles = tiles_of(params.weight);
-  launch_gemm<ProjectionStep>(plan, tiles, problem_of<ProjectionStep>(tiles, rows, k, 1, params.rows.max_rows), 0,
+  launch_gemm<ProjectionStep>(plan, tiles, problem_of<ProjectionStep>(tiles, rows, k, 1, params.rows.max_rows), {},
                               shape, step, stream);
 }
 

@@ -104,19 +104,20 @@ __device__ __forceinline__ bool mbar_try_wait(std::uint32_t bar, std::uint32_t p
 // A copy of this block that does not land within the deadline is a fault of the device: trap rather than hang. The
 // clock must not include the kernel before: whoever gets here has waited for the producers, or waits for nothing but
 // weights.
-inline __device__ __noinline__ void mbar_wait_slow(std::uint32_t bar, std::uint32_t parity) {
+inline __device__ __noinline__ void mbar_wait_slow(std::uint32_t bar, std::uint32_t parity, std::uint64_t deadline) {
   const std::uint64_t start = now_ns();
   std::uint32_t polls = 0;
 #pragma unroll 1
   while (!mbar_try_wait(bar, parity)) {
-    if ((++polls & 255U) == 0 && now_ns() - start > kDeadlineNs) __trap();
+    if ((++polls & 255U) == 0 && now_ns() - start > deadline) __trap();
   }
 }
 
-__device__ __forceinline__ void mbar_wait(std::uint32_t bar, std::uint32_t parity) {
+__device__ __forceinline__ void mbar_wait(std::uint32_t bar, std::uint32_t parity,
+                                          std::uint64_t deadline = kDeadlineNs) {
   if (mbar_try_wait(bar, parity)) return;
   if (mbar_try_wait(bar, parity)) return;
-  mbar_wait_slow(bar, parity);
+  mbar_wait_slow(bar, parity, deadline);
 }
 
 // ---- copies from global to shared memory.

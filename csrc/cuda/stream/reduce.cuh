@@ -180,7 +180,7 @@ class TileSums {
         if (!mine) return false;
         in_registers = -1;
       } else {
-        Step::template touch_inputs<kTokenTiles>(params_, view_of(tile));
+        touch_inputs(tile);
         if (threadIdx.x == 0) *flag = wait_for(counter, last - first);
         consumer_barrier();
         valid = *flag != 0;
@@ -250,6 +250,13 @@ class TileSums {
       const float2 norm = norm_of(0, 0, lane);
       acc[0][0] *= norm.x, acc[0][1] *= norm.y, acc[0][2] *= norm.x, acc[0][3] *= norm.y;
     }
+  }
+
+  // What the tile's epilogue will read comes into L1, where it is known.
+  __device__ __forceinline__ void touch_inputs(int tile) const {
+    if (!rows_known_) return;
+    mbar_wait(ring_.empty + 8 * ring_.stages, 0);  // row_info is there
+    Step::template touch_inputs<kTokenTiles>(params_, view_of(tile));
   }
 
   // Waits until `count` blocks have published. A block that never comes (the grid was not resident after all) costs a
@@ -401,7 +408,9 @@ class TileSums {
   WarpRole role_;
   int last_sharer_ = 0;  // last block of the tile in which this one's range ends
   const int per_tile_;
-  const bool waits_;  // owners do; else whoever is last sums up
+  const bool waits_;                  // owners do; else whoever is last sums up
+  bool waits_for_producers_ = false;  // the kernels before are not known to be done (run_early)
+  bool rows_known_ = true;            // or will be soon; false: not yet, or nobody wants the result
 };
 
 }  // namespace eaglex::stream

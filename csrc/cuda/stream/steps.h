@@ -6,6 +6,7 @@
 // fuse and of K and V 1..most_rows(); a pass of more is several launches (StreamPlan::first_row) or the plain kernels'.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
@@ -45,7 +46,10 @@ struct StreamPlan {
   std::int32_t* never_wait = nullptr;         // [1] the host sets it when `failed` was set: Reduction::kLastArriver
   std::int32_t* drafting = nullptr;           // [steps] raised by select, with launch_head_merge
   const void* embed_tokens = nullptr;  // [V, H]; where known, head_merge fetches the row of the token that it chose
-  int first_row = 0;                   // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
+  // launch_qkv_drafted's hidden states were written before the kernel before began: head, which releases it after its
+  // own wait, has waited for them, and nothing replaces them behind head.
+  bool hidden_is_there = false;
+  int first_row = 0;  // of the pass: fuse and qkv of K and V may cover a part of it, max_rows rows
   // qkv over all rows of an extend's list at once: it writes queries and residuals of the rows that are drafted from
   // alone, and attention behind it finds the last rows' keys written by the kernel before.
   bool last_queries = false;
@@ -59,7 +63,10 @@ struct StreamPlan {
   // Rows of fuse, and of an extend's K and V, are those of the list, from first_row on. Without one qkv takes the pass's
   // own: a step's, an extend's last ones, all of them below the last layer.
   cuda::LiveRows live;
-  std::uint64_t* head_offers = nullptr;  // [64, HeadOffers::stride], where a head's best may be scored again
+  const __nv_bfloat16* token_products = nullptr;  // [Vd, token_product_width()]; null: not known
+  std::uint64_t* head_offers = nullptr;           // [64, HeadOffers::stride], where a head's best may be scored again
+  // Words of launches that hand over sums before they have waited for those before them (hidden_is_there).
+  std::uint64_t* early_words = nullptr;
 };
 
 // Whether products of more than 16 rows are wgmma's there.
@@ -90,6 +97,16 @@ void launch_fuse(const StreamPlan& plan, const FuseParams& params, const EngineC
                  const DraftBatch* batch, cudaStream_t stream);
 void launch_qkv(const StreamPlan& plan, const QkvParams& params, const EngineContext& context, const DraftBatch* batch,
                 cudaStream_t stream);
+// The same for drafted tokens, with StreamPlan::token_products: Pass::kStep, layer 0.
+void launch_qkv_drafted(const StreamPlan& plan, const QkvParams& params, const EngineContext& context,
+                        const DraftBatch* batch, cudaStream_t stream);
+// Rows of q, k, v.
+[[nodiscard]] constexpr int token_product_width(const DraftConfig& config) {
+  return static_cast<int>(config.q_size() + 2 * config.kv_size());
+}
+// What the embeddings' half of q, k, v makes of each id of the draft vocabulary: `out` [Vd, token_product_width()].
+void launch_token_products(const StreamPlan& plan, const DraftedTokens& tokens, const DraftConfig& config,
+                           __nv_bfloat16* out, cudaStream_t stream);
 // Whether launch_attention runs there. It must follow launch_qkv of the same pass and layer.
 [[nodiscard]] bool attends(const DeviceLimits& device, int head_dim);
 void launch_attention(const StreamPlan& plan, const AttentionParams& params, const EngineContext& context,

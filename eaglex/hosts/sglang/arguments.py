@@ -36,7 +36,9 @@ REFUSED: Final = (
     Refused("enable_multi_layer_eagle", False, "it runs one head per step"),
     Refused("speculative_draft_window_size", None, "the draft reads the whole prefix"),
 )
-UNREAD_BY_HOST_DRAFT: Final = ("placement", *engine_arguments.DRAFTERS_OWN, "pausing", "draft_quant", "hot_vocab")
+UNREAD_BY_HOST_DRAFT: Final = (
+    "placement", *engine_arguments.DRAFTERS_OWN, "pausing", "draft_quant", "hot_vocab", "token_table_bytes"
+)  # fmt: skip
 HOST_DRAFT_REFUSED: Final = (
     Refused("speculative_adaptive", False, "the host's own draft runs a fixed number of steps"),
 )

@@ -140,7 +140,9 @@ class DraftSide:
         max_batch, nodes = req_to_token_pool.size, self.speculation.num_draft_tokens
         rows = engine_arguments.max_rows_of(self.server_args, self.options, max_batch=max_batch, num_draft_tokens=nodes)
         num_slots = req_to_token_pool.req_to_token.shape[0]
-        self.limits = EngineLimits(max_batch=max_batch, max_rows=rows, num_slots=num_slots)
+        self.limits = EngineLimits(
+            max_batch=max_batch, max_rows=rows, num_slots=num_slots, token_table_bytes=self.options.token_table_bytes
+        )
         kv_slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
         self._pool = HostPool(num_kv_slots=kv_slots, table_width=req_to_token_pool.req_to_token.shape[1])
 

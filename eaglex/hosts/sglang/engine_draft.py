@@ -211,6 +211,7 @@ class EngineDraft(DraftSide):
             assert self._embedding is not None, "only a draft that shares more lets go of it"
             if found.data_ptr() != self._embedding.data_ptr():  # else the update has written it already
                 self._embedding.copy_(found)
+            self.engine.embeddings_changed()
         except Exception as error:
             logger.error("EAGLEX: after an update of weights the draft keeps the old embedding: %s", error)
 

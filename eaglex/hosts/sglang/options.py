@@ -47,7 +47,8 @@ class Options:
     drafter: which draft model runs. placement: where. aux_layer_ids, convention: the target's layers that feed the
     draft, where its config is wrong or silent (docs/checkpoints.md). stop_below: as in SpeculationConfig. max_rows:
     rows of one launch, for which the engine plans memory; longer prompts go in several launches. 0 takes the host's
-    chunk size, at most DEFAULT_ROWS. pausing: stop drafting where it is slower than doing without (docs/sglang.md).
+    chunk size, at most DEFAULT_ROWS. token_table_bytes: as in EngineLimits. pausing: stop drafting where it is slower
+    than doing without (docs/sglang.md).
     draft_quant: fewer bits for the draft's matrices, in the words of `eaglex generate --draft-quant`
     (docs/precision.md); without it the host's flag speculative_draft_model_quantization decides. hot_vocab: a smaller
     head, in those of its --hot-vocab.
@@ -65,6 +66,7 @@ class Options:
     convention: AuxConvention | None = None
     stop_below: float = 0.0
     max_rows: int = 0
+    token_table_bytes: int = 2**30
     pausing: bool = False
     draft_quant: DraftQuant | Auto | None = None
     hot_vocab: HotVocab | None = None
@@ -181,6 +183,7 @@ _READERS: dict[str, Any] = {
     "convention": _member(AuxConvention),
     "stop_below": _number,
     "max_rows": _integer,
+    "token_table_bytes": _integer,
     "pausing": _flag,
     "draft_quant": _parsed(lambda text: Auto.AUTO if text == Auto.AUTO.value else DraftQuant.parse(text)),
     "hot_vocab": _parsed(HotVocab.parse),
