@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include <unordered_set>
+#include <utility>
 
 #include "cuda/admit.h"
 #include "cuda/factory.h"
@@ -124,6 +125,7 @@ void CudaBackend::know_tokens(const DraftedTokens& tokens) {
   const std::size_t bytes = fast_ ? fast_->token_bytes() : 0;
   if (bytes == 0) return;
   if (token_table_ == nullptr) {
+    if (std::exchange(tried_token_table_, true)) return;  // graphs are without it by now
     try {
       token_table_ = allocate(bytes);
     } catch (const Error&) {  // no memory, or a dead context, which the next call finds: the table is speed alone

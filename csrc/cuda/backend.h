@@ -93,6 +93,7 @@ class CudaBackend : public Backend {
   std::size_t workspace_bytes_ = 0;  // of it, what bind() took; the tiles apart
   std::size_t weight_bytes_ = 0;
   void* token_table_ = nullptr;  // FastChain::know_tokens
+  bool tried_token_table_ = false;
   std::unique_ptr<Graphs> graphs_;
   std::vector<Linear> weights_;
   std::unordered_set<const void*> packed_;
