@@ -15,10 +15,11 @@ struct ProducersDone {
   static constexpr bool kRunning = false;
 };
 
-// All but the warp of the weights are at the wait for the kernels before, which would hold that up as well.
+// All but the warp of the weights are at the wait for the kernels before, which would hold that up as well. Warps come
+// from several places in the code, for which bar.sync (the aligned form) is not meant.
 __device__ __forceinline__ void early_barrier() {
   __syncwarp();
-  asm volatile("bar.sync 3, %0;" ::"n"(kThreads - 32) : "memory");
+  asm volatile("barrier.sync 3, %0;" ::"n"(kThreads - 32) : "memory");
 }
 
 // The warp of the weights has made the block's barriers, which nobody may touch before; it does not stop here.
