@@ -404,7 +404,7 @@ def test_on_two_ranks(pair, capsys, monkeypatch, tmp_path) -> None:
 
 
 def test_not_with_a_dedicated_drafter_nor_without_weights(pair, capsys) -> None:
-    options = argparse.Namespace(draft_quant=Auto.AUTO, hot_vocab=None)
+    options = argparse.Namespace(draft_quant=Auto.AUTO, hot_vocab=None, drafter_device=None)
     with pytest.raises(ConfigError, match=r"^placement: expected rank0 with draft_quant, got dedicated$"):
         generate._check_dedicated(options, CHAIN)
     with pytest.raises(SystemExit):
