@@ -34,19 +34,11 @@ struct ProjectionStep : PlainStep {
   template <int kTokenTiles>
   __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
                                               const float (&acc)[kTokenTiles][4]) {
-    if (view.role.half != 0) return;
-    const int row = view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = view.first_token + t * 8 + view.role.lane % 4 * 2 + i % 2;
-        const int at = row + i / 2 * 8;
-        if (token >= view.tokens || at >= params.rows) continue;
-        const std::int64_t index = static_cast<std::int64_t>(token) * params.rows + at;
-        params.out[index] = __float2bfloat16(__bfloat162float(params.residual[index]) + acc[t][i]);
-      }
-    }
+    view.each_sum(acc, [&](int token, int row, float sum) {
+      if (token >= view.tokens || row >= params.rows) return;
+      const std::int64_t index = static_cast<std::int64_t>(token) * params.rows + row;
+      params.out[index] = __float2bfloat16(__bfloat162float(params.residual[index]) + sum);
+    });
   }
 };
 

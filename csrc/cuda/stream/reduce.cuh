@@ -32,6 +32,18 @@ struct TileView {
   float* exchange;      // shared memory, exchange_bytes()
   std::byte* state;     // shared memory, the step's own
   int first_token = 0;  // acc[0] is of tokens from here on
+
+  // f(token, row of W, sum) for each of the thread's sums; rows and tokens may lie beyond the matrix and the batch.
+  template <int kTokenTiles>
+  __device__ __forceinline__ void each_sum(const float (&acc)[kTokenTiles][4], auto f) const {
+    if (role.half != 0) return;
+    const int row = tile_row + role.strip * kStripRows + role.lane / 4;
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(first_token + t * 8 + role.lane % 4 * 2 + i % 2, row + i / 2 * 8, acc[t][i]);
+    }
+  }
 };
 template <class Weights, int kTokenTiles, class Step>
 class TileSums {

@@ -32,18 +32,11 @@ struct TokenProductsStep : PlainStep {
   template <int kTokenTiles>
   __device__ static __forceinline__ void tile(const Params& params, const TileView<RowInfo>& view,
                                               const float (&acc)[kTokenTiles][4]) {
-    if (view.role.half != 0) return;
-    const int row = view.tile_row + view.role.strip * kStripRows + view.role.lane / 4;
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int id = params.first + t * 8 + view.role.lane % 4 * 2 + i % 2;
-        const int at = row + i / 2 * 8;
-        if (id < params.ids && at < params.width)
-          params.out[static_cast<std::int64_t>(id) * params.width + at] = __float2bfloat16(acc[t][i]);
-      }
-    }
+    view.each_sum(acc, [&](int token, int row, float sum) {
+      const int id = params.first + token;
+      if (id < params.ids && row < params.width)
+        params.out[static_cast<std::int64_t>(id) * params.width + row] = __float2bfloat16(sum);
+    });
   }
 };
 
