@@ -32,6 +32,7 @@ it, after it, and later, where a draft is enqueued outside of the forward.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -39,7 +40,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,17 @@ class Engines:
             process.signal(signal.SIGSTOP)
         return found == self.names
 
+    @contextlib.contextmanager
+    def running(self, tool: str) -> Iterator[bool]:
+        """All of them, served by `tool`, and whether all came up; however it ends, they are killed."""
+        try:
+            for process in self.processes.values():
+                process.start(tool)
+            yield self.up()
+        finally:
+            for process in self.processes.values():
+                process.kill()
+
     def wait_for_gate(self) -> None:
         gate = os.environ.get("WAIT_FOR")  # another job on the same GPU, which the times must not share it with
         if gate:
@@ -274,10 +286,7 @@ def run(out: Path) -> int:
     if unknown:
         sys.exit(f"ENGINES: expected some of {list(ENGINES)}, got {unknown}")
     described, made = about(out), Run(out, names)
-    try:
-        for process in made.processes.values():
-            process.start(__file__)
-        made.up()
+    with made.running(__file__):
         made.wait_for_gate()
         longest = 0.0
         for number in range(int(os.environ.get("ROUNDS", "3"))):
@@ -288,9 +297,6 @@ def run(out: Path) -> int:
             report = made.report(described)
             longest = max(longest, time.monotonic() - started)
         print("\n".join(table(report)), flush=True)
-    finally:
-        for process in made.processes.values():
-            process.kill()
     return 0 if all(made.rounds.values()) else 1
 
 

@@ -119,15 +119,10 @@ def run(out: Path) -> int:
     end_in_order()
     out.mkdir(parents=True, exist_ok=True)
     described, made = about(out), Run(out)
-    try:
-        for process in made.processes.values():
-            process.start(__file__)
-        if made.up():
+    with made.running(__file__) as all_up:
+        if all_up:
             made.wait_for_gate()
             made.rounds()
-    finally:
-        for process in made.processes.values():
-            process.kill()
     report = {"about": described, "layers": int(setting("LAYERS", "8")), "rows": made.rows(described["commit"])}
     write(out / "pairs.json", report)
     print("\n".join(table(report)), flush=True)

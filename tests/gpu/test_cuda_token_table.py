@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_rig import moved_weights
 from support.models import EVERY_INT4, random_weights
 from support.rig import Layout
 from support.streamed import StreamedRig, make_streamed_config
 from test_cuda_fast import CHAIN, SHAPES, TREE, drive, schedule
 
 from eaglex.config import SpeculationConfig
-from eaglex.engine import DraftEngine
 from eaglex.packed import DraftQuant
 from eaglex.quantize import quantize
+from eaglex.weights import DraftWeights
 
 pytestmark = pytest.mark.gpu
 
@@ -29,19 +28,9 @@ LAYOUT: dict[str, Any] = {"num_slots": 40, "max_batch": 32, "max_rows": 512}
 class HeldWeights(StreamedRig):
     """Keeps the weights on the device, as a host keeps the embedding that its target shares."""
 
-    def build(self) -> DraftEngine:
-        self.held = moved_weights(self.weights, self.config, self.device)
-        self._table = self.table.to(self.device, copy=True)
-        self._pool = [[t.to(self.device, copy=True) for t in tensors] for tensors in (self.draft_k, self.draft_v)]
-        return DraftEngine(
-            self.config,
-            self.speculation,
-            limits=self.limits,
-            weights=self.held,
-            req_to_token=self._table,
-            draft_k=self._pool[0],
-            draft_v=self._pool[1],
-        )
+    def weights_there(self) -> DraftWeights:
+        self.held = super().weights_there()
+        return self.held
 
 
 def make_rig(name: str, speculation: SpeculationConfig, quant: str, **layout: int) -> HeldWeights:

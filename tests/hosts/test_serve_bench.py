@@ -108,15 +108,10 @@ def test_engines_take_turns_batch_by_batch(
     monkeypatch.setattr(made, "given", lambda name, what: (order.append((name, what)), given(name, what))[1])
     tool = tmp_path / "engine.py"
     tool.write_text(ENGINE)
-    try:
-        for process in made.processes.values():
-            process.start(str(tool))
-        assert made.up()
+    with made.running(str(tool)) as all_up:
+        assert all_up
         made.round(0)
         made.round(1)
-    finally:
-        for process in made.processes.values():
-            process.kill()
     assert [name for name, _ in order[:6]] == ["eaglex", "eagle3", "none", "none", "eagle3", "eaglex"]
     assert [what for name, what in order[:21] if name == "eagle3"] == [
         1,

@@ -36,14 +36,9 @@ def played(made: serve_pairs.Run, tmp_path: Path) -> None:
     """All rounds that the engines live to see."""
     tool = tmp_path / "engine.py"
     tool.write_text(ENGINE)
-    try:
-        for process in made.processes.values():
-            process.start(str(tool))
-        assert made.up()
+    with made.running(str(tool)) as all_up:
+        assert all_up
         made.rounds()
-    finally:
-        for process in made.processes.values():
-            process.kill()
 
 
 def test_rounds_are_taken_in_turn_and_compared_one_by_one(

@@ -37,9 +37,11 @@ class CudaRig(Rig):
         self._table = self.table.to(self.device, copy=True)
         self._pool = [[t.to(self.device, copy=True) for t in tensors] for tensors in (self.draft_k, self.draft_v)]
         return DraftEngine(
-            self.config, self.speculation, limits=self.limits,
-            weights=moved_weights(self.weights, self.config, self.device),
+            self.config, self.speculation, limits=self.limits, weights=self.weights_there(),
             req_to_token=self._table, draft_k=self._pool[0], draft_v=self._pool[1])
+
+    def weights_there(self) -> DraftWeights:
+        return moved_weights(self.weights, self.config, self.device)
 
     @property
     def results(self) -> DraftResults:
